@@ -33,12 +33,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .command_parser import CommandParser
+from .command_parser import CommandParser, within
 from .compare_figures import FIGURES as SIDE_FIGURES
 from .compare_results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
 from .output_file import output_file, why_not_distinct
+from .shared_options import add_shared
 from .standard_output import discard_standard_output
-from .workload import within
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--anyway", action="store_true", help="compare different workloads and models, too (not with --first)")
     add("--foreign", type=within(0, 1e6), default=FOREIGN_CORES, metavar="CORES",
         help=f"cores that others may use before a run counts as disturbed ({FOREIGN_CORES})")
-    add("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
+    add_shared(add, "--out", "the comparison as JSON")
     return parser
 
 

@@ -1,9 +1,7 @@
 """Make workloads of random tokens with random lengths, and help the commands that write workloads."""
 
-import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ PROMPTS = Lengths(median=128, sigma=0.8, shortest=8, longest=512)
 OUTPUTS = Lengths(median=64, sigma=0.7, shortest=4, longest=256)
 DEFAULT_VOCABULARY = 49152
 MOST_VOCABULARY = 2**31 - 1
-MOST_REQUESTS = 10_000_000
 WRONG = 2
 EXIT_STATUSES = "exit status: 0 the file is written; 2 an option or a file is wrong, nothing is written; 130 Ctrl-C"
 
@@ -87,20 +84,6 @@ def _check_duration(seconds: float, rate: float) -> None:
                            f"expected at most {MOST_SECONDS:g} s", "raise the rate, or make fewer requests")
 
 
-def within(least: float, most: float) -> Callable[[str], float]:
-    """Return a type for argparse: a number from `least` to `most`."""
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not least <= number <= most:     # refuses NaN too
-            raise argparse.ArgumentTypeError(f"{text} is out of range; expected {least:g} to {most:g}")
-        return number
-
-    return read
-
-
 def print_summary(workload: dict[str, Any], out: str, *, shared_prefix: int = 0) -> None:
     """Print the description of the workload as one line of JSON, on stderr if the workload went to stdout.
 
@@ -111,19 +94,3 @@ def print_summary(workload: dict[str, Any], out: str, *, shared_prefix: int = 0)
               f"{shared_prefix:,} tokens; they consist of its beginning", file=sys.stderr)
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)
-
-
-def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number of at least `minimum`. `at_most`, if given, is the largest."""
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"{number} is too small; expected at least {minimum}")
-        if at_most is not None and number > at_most:
-            raise argparse.ArgumentTypeError(f"{number} is too large; expected at most {at_most}")
-        return number
-
-    return read

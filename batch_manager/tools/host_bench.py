@@ -3,8 +3,8 @@
     batch-manager host-bench --batch 1 64 256 --iterations 300
 
 The generation loop runs without a worker thread, first without streaming, then with a response for every token. By
-default a full batch generates, and no request starts or ends. With --output-len N, each request ends after N tokens and
-another request replaces it. The callbacks do almost nothing, so the cost of real callbacks is not included.
+default a full batch generates, and no request starts or ends. With --output-tokens N, each request ends after N tokens
+and another request replaces it. The callbacks do almost nothing, so the cost of real callbacks is not included.
 
 With --waiting N, N more active requests wait while the full batch runs, because max_num_sequences is larger than
 max_batch_size. The scheduler scans them in every iteration. With --queued N, N requests wait in the manager's queue.
@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 
 from ..build import build_loop
-from ..config import BLOCK_SIZES, KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ..config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ..handover import ScheduledBatch, StepOutput
 from ..loop.generation_loop import GenerationLoop
 from ..names import TrtGptModelType
@@ -57,16 +57,15 @@ from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
 from .__main__ import run_as
-from .bench.engine import POLICIES
-from .command_parser import CommandParser
+from .command_parser import CommandParser, at_least, within
 from .interrupts import interrupts_between_steps
-from .workload import at_least, within
+from .shared_options import POLICIES, add_shared
 
 WARM_UP_ITERATIONS = 20
 SHORTEST_PROMPT = 16
 CALIBRATE_EVERY = 5     # iterations
 MOST_REQUESTS_OF_OPTION = 100_000       # --batch, --waiting, --queued
-MOST_TOKENS = 1_000_000                 # --iterations, --output-len
+MOST_TOKENS = 1_000_000                 # --iterations, --output-tokens
 MOST_REQUESTS = 1_000_000               # made before a measurement; a request takes about 3 kB
 MOST_BLOCKS = 10_000_000                # of all active requests; a block takes about 450 bytes
 MOST_STEP_MS = 60_000
@@ -133,11 +132,11 @@ class Setting:
         if self.num_requests > MOST_REQUESTS:
             return (f"{self.iterations:,} iterations of {self.batch:,} requests that end after {self.output_len:,} "
                     f"tokens need {self.num_requests:,} requests; expected at most {MOST_REQUESTS:,}; "
-                    "lower --batch or --iterations, or raise --output-len")
+                    "lower --batch or --iterations, or raise --output-tokens")
         if (blocks := self.num_active * self.blocks_of_each) > MOST_BLOCKS:
             return (f"{self.num_active:,} active requests of up to {self.max_seq_len:,} tokens need {blocks:,} blocks "
                     f"of the KV cache; expected at most {MOST_BLOCKS:,}; lower --batch, --waiting, --iterations or "
-                    "--output-len")
+                    "--output-tokens")
         return ""
 
 
@@ -415,15 +414,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = partial(at_least, at_most=MOST_TOKENS)
     add("--batch", type=requests(1), nargs="+", default=[1, 64, 256], help="requests in the batch (1 64 256)")
     add("--iterations", type=tokens(1), default=300, help="measured iterations per setting (300)")
-    add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--streaming", action=argparse.BooleanOptionalAction, default=None,
-        help="measure only with, or only without streaming (both)")
-    add("--output-len", type=tokens(0), default=0, help="tokens after which a request is replaced; 0: never (0)")
+    add_shared(add, "--policy", shown="guaranteed_no_evict", default="guaranteed_no_evict")
+    add_shared(add, "--streaming", "measure only with, or only without it", "both")
+    add_shared(add, "--output-tokens", "another request replaces a finished one; 0: outputs do not end", "0",
+               type=tokens(0), default=0)
     add("--step-ms", type=within(0, MOST_STEP_MS), default=0.0,
         help="milliseconds of a step on an asynchronous device; host time then includes waiting for it (0)")
     add("--run-ahead", action=argparse.BooleanOptionalAction, default=None,
         help="launch steps before the last one is read (on with --step-ms)")
-    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=64, help="tokens in a block of the KV cache (64)")
+    add_shared(add, "--tokens-per-block", shown="64", default=64)
     add("--waiting", type=requests(0), default=0, help="active requests beyond the full batch (0)")
     add("--queued", type=requests(0), default=0, help="requests in the manager's queue (0)")
     add("--native", action="store_true",
@@ -437,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--native was given with --step-ms or --run-ahead; the native backend on a CPU is synchronous; "
                      "leave out one of them")
 
-    setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_len,
+    setting = partial(Setting, iterations=options.iterations, policy=options.policy, output_len=options.output_tokens,
                       tokens_per_block=options.tokens_per_block, step_ms=options.step_ms, run_ahead=options.run_ahead,
                       native=options.native, waiting=options.waiting, queued=options.queued)
     if reason := setting(batch=max(options.batch), streaming=False).why_too_large():

@@ -10,9 +10,11 @@ engine does. All settings that are not options of this program have the defaults
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,24 +34,35 @@ from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
 from .command_parser import CommandParser
+from .shared_options import add_shared
 from .standard_output import discard_standard_output
 
 SHORTEST_CONTEXT = 512      # tokens in the last row of the table of sequences, unless the model's context is shorter
+DEFAULTS = TrtGptModelOptionalParams()
+# Parameter of an engine -> the option of this program, for the advice in the errors of an engine.
+OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_num_tokens": "--max-num-tokens",
+             "KvCacheConfig.free_gpu_memory_fraction": "--kv-cache-free-gpu-mem-fraction",
+             "max_batch_size": "--max-batch-size", "max_seq_len": "--max-seq-len",
+             "model_implementation": "--model-implementation"}
+PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
-                  model_implementation: str = "auto", free_bytes: int | None = None) -> dict[str, Any]:
+                  model_implementation: str = "auto", free_bytes: int | None = None, kv: KvCacheConfig | None = None,
+                  **sizes: int) -> dict[str, Any]:
     """Return the facts that `main` prints, as values for JSON. Sizes are in bytes, lengths in tokens.
 
     free_bytes   free device memory in bytes before the weights are loaded; None: the memory that is free now. If it is
                  an integer, a GPU named by `device` need not exist on this machine
+    kv           None: the default KvCacheConfig
+    sizes        max_batch_size and max_num_tokens, if not the default
 
     Raises ConfigError and its subclasses where an engine would raise them.
     """
-    kv = KvCacheConfig()
+    kv = KvCacheConfig() if kv is None else kv
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
-                                       model_implementation=model_implementation)
+                                       model_implementation=model_implementation, **sizes)
     if free_bytes is not None and free_bytes < 1:
         raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "expected at least 1 byte",
                           "state the device's free memory, or leave it out to use what is free on this machine")
@@ -153,30 +166,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="batch-manager inspect", description=__doc__,
         epilog="exit status: 0 it can run; 1 it cannot, with these options; 2 the command line is wrong; 130 Ctrl-C")
     parser.add_argument("path", help="folder with config.json and *.safetensors, or a .gguf file")
-    parser.add_argument("--device", help="such as cpu or cuda:0; default: a GPU if there is one")
-    parser.add_argument("--dtype", default="auto", help="dtype of the weights: float32, bfloat16, ... (default: auto)")
-    parser.add_argument("--max-seq-len", type=int, help="largest length of prompt and output together")
-    parser.add_argument("--model-implementation", default="auto",
-                        help="native, transformers or auto (default: auto)")
-    parser.add_argument("--free-memory-bytes", type=int,
-                        help="free memory to plan for; the device need not exist on this machine")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+    shared = partial(add_shared, parser.add_argument)
+    shared("--device", "it need not exist with --free-memory-bytes", "cuda if available")
+    shared("--dtype", shown="auto", default="auto")
+    shared("--max-batch-size", shown=f"{DEFAULTS.max_batch_size}", default=DEFAULTS.max_batch_size)
+    shared("--max-num-tokens", shown=f"{DEFAULTS.max_num_tokens}", default=DEFAULTS.max_num_tokens)
+    shared("--max-seq-len", shown="the model's positions", type=int)
+    shared("--max-tokens-in-paged-kvcache", shown="as the memory allows")
+    shared("--kv-cache-free-gpu-mem-fraction", shown=f"{KvCacheConfig().free_gpu_memory_fraction}",
+           default=KvCacheConfig().free_gpu_memory_fraction)
+    shared("--model-implementation", shown="auto", default="auto")
+    parser.add_argument("--free-memory-bytes", type=int, metavar="N", help="free memory to plan for (what is free now)")
+    shared("--report", "text or one line of JSON", "text", choices=("text", "json"), default="text")
     options = parser.parse_args(argv)
     try:
         facts = inspect_model(options.path, device=options.device, dtype=options.dtype,
                               max_seq_len=options.max_seq_len, model_implementation=options.model_implementation,
-                              free_bytes=options.free_memory_bytes)
+                              free_bytes=options.free_memory_bytes, max_batch_size=options.max_batch_size,
+                              max_num_tokens=options.max_num_tokens, kv=KvCacheConfig(
+                                  max_tokens=options.max_tokens_in_paged_kvcache,
+                                  free_gpu_memory_fraction=options.kv_cache_free_gpu_mem_fraction))
     except BatchManagerError as error:
-        if options.json:
+        way_out = PARAMETER.sub(lambda match: OPTION_OF[match.group()], error.fix or "")
+        if options.report == "json":
             print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,
-                                          "way_out": error.fix}}))
+                                          "way_out": way_out or error.fix}}))
         else:
             parts = (("cannot run: ", error.fact), ("  expected: ", error.expectation.removeprefix("expected ")),
-                     ("  way out:  ", error.fix))
+                     ("  way out:  ", way_out))
             print("\n".join(name + text for name, text in parts if text), file=sys.stderr)
         return 1
     try:
-        print(json.dumps(facts) if options.json else described(facts), flush=True)
+        print(json.dumps(facts) if options.report == "json" else described(facts), flush=True)
     except OSError as error:
         discard_standard_output()
         if isinstance(error, BrokenPipeError):               # the reader has closed the pipe, as `head` does

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from .command_parser import CommandParser
+from .shared_options import add_shared
 
 LONGEST_KEEP_ALIVE_S = 86_400
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser = CommandParser(prog=program, description="OpenAI's HTTP API for one model. Exit status: 2 if an option or "
                                                      "the model is refused, 1 if the start fails otherwise")
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="folder with a tokenizer, or .gguf file")
-    parser.add_argument("--model", help="the same, as for the other commands")
+    add_shared(parser.add_argument, "--model", "instead of MODEL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port (8000)")
     parser.add_argument("--served-model-name", help="the name that clients use (that of the folder or file)")
@@ -31,10 +32,10 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser.add_argument("--keep-alive-seconds", type=int, default=75, help="for idle connections; more than the idle "
                         "timeout of a proxy in front of the server (75)")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (30)")
-    parser.add_argument("--no-block-reuse", action="store_true")
-    for name, kind in (("max-batch-size", int), ("max-queued-requests", int), ("max-seq-len", int),
-                       ("num-threads", int), ("device", str), ("dtype", str)):
-        parser.add_argument(f"--{name}", type=kind)
+    add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
+    parser.add_argument("--max-queued-requests", type=int)
+    for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype"):
+        add_shared(parser.add_argument, name)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     models = [given.pop(name) for name in ("positional", "model") if name in given]
     if len(models) != 1:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         return 1
     try:
         check_port(host, port)
-        app = make_app(*models, block_reuse=not given.pop("no_block_reuse"), **given)
+        app = make_app(*models, block_reuse=given.pop("block_reuse"), **given)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

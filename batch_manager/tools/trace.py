@@ -29,6 +29,7 @@ from .__main__ import run_as
 from .command_parser import CommandParser
 from .output_file import OutputError, output_file, why_not_writable
 from .request_spans import CLIENT, CONTEXT, GENERATION, NO_STEP, PAUSED, QUEUED, WAITING, Life, Span, lives
+from .shared_options import add_shared
 from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = commands.add_parser("why", help="where the time of one request went", epilog=statuses)
     asked.add_argument("request_id", type=int)
     slowest = commands.add_parser("slowest", help="the slowest requests", epilog=statuses)
-    slowest.add_argument("--count", type=int, default=5, help="how many (%(default)s)")
+    add_shared(slowest.add_argument, "--num-requests", "the slowest", "5", default=5)
     perfetto = commands.add_parser("perfetto", help="write JSON for Perfetto and chrome://tracing", epilog=statuses)
     table = commands.add_parser("csv", help="write a table of spans", epilog=statuses)
     for command in (asked, slowest, perfetto, table):
@@ -265,8 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (perfetto, table):
         command.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     options = parser.parse_args(argv)
-    if options.command == "slowest" and options.count < 1:
-        slowest.error(f"--count is {options.count}; expected 1 or more")
     if "out" in options and (reason := why_not_writable(options.out)):
         parser.error(f"OUT: {reason}")
     try:
@@ -299,7 +298,7 @@ def _run(options: argparse.Namespace, iterations: Iterator[IterationTrace]) -> i
         return 0 if found else 1
     if options.command == "slowest":
         ran = [life for life in lives(iterations) if not life.was_refused]
-        slowest = sorted(ran, key=lambda life: -life.seconds)[:options.count]
+        slowest = sorted(ran, key=lambda life: -life.seconds)[:options.num_requests]
         lines = [line for life in slowest for line in why(life)]
         print_flushed("\n".join(lines or ["(no iteration had an active request)"]))
         return 0

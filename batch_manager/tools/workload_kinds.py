@@ -5,31 +5,27 @@ A workload has random lengths, or is made from a dataset or a trace.
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BatchManagerError
-from .command_parser import CommandParser
+from .command_parser import CommandParser, at_least
 from .datasets import (
     FORMATS,
     DatasetError,
     ReadReport,
     Selection,
-    add_selection_arguments,
     read_arrivals,
     read_workload,
     selection_of,
 )
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
-from .datasets.selection import DELAYS
 from .datasets.synthetic import ChatShape, TraceShape, sample_arrivals, sample_conversations
 from .datasets.writing import TRACE_LINES, check_writable, dataset_text, write_file
 from .drawn_workload import (
     DEFAULT_VOCABULARY,
     EXIT_STATUSES,
-    MOST_REQUESTS,
     MOST_VOCABULARY,
     OUTPUTS,
     PROMPTS,
@@ -38,6 +34,13 @@ from .drawn_workload import (
     print_summary,
 )
 from .lengths import MOST_TOKENS, LengthDistribution, Lengths, NormalLengths, UniformLengths
+from .shared_options import (
+    HelpFormatter,
+    add_rate_arguments,
+    add_selection_arguments,
+    add_shared,
+    complete_selection,
+)
 
 WORKLOAD_FORMS = ("workload", "dataset")
 AS_HELP = "workload: for batch-manager bench; dataset: for gptManagerBenchmark, {metadata, samples} (workload)"
@@ -53,7 +56,7 @@ that share block ids in a Mooncake trace share these tokens, so block reuse work
 keeps its beginning, so truncation raises the shared fraction of prompts. Requests with an empty prompt or output are
 left out, and their number is printed. The package has two synthetic traces: sample:azure and sample:mooncake.
 
-    batch-manager workload trace sample:mooncake --count 20 --max-input-tokens 2000 --time-scale 0.5 --out w.json
+    batch-manager workload trace sample:mooncake --num-requests 20 --max-input-tokens 2000 --time-scale 0.5 --out w.json
 {FORMATS_HELP[1:]}"""
 SAMPLE_HELP = """A synthetic trace: bursts, long-tailed lengths and, for mooncake, prompts with shared prefixes. It
 depends on the options only.
@@ -62,19 +65,27 @@ depends on the options only.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write a workload of the kind that the first argument names, and return the exit status."""
-    parser = CommandParser(prog="batch-manager workload")
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    for name, (add_arguments, description, _) in KINDS.items():
-        kind = kinds.add_parser(name, description=description, epilog=EXIT_STATUSES)
-        kind.add_argument("--out", required=True, metavar="FILE", help="the file to write; -: the standard output")
-        add_arguments(kind)
+def main(kind: str, arguments: Sequence[str], *, description: str | None = None) -> int:
+    """Write a workload and return the exit status.
+
+    kind          a name of KINDS
+    description   text for --help; None: that of the kind
+    """
+    add_arguments, own_description, write = KINDS[kind]
+    parser = CommandParser(prog="batch-manager workload" + (f" {kind}" if description is None else ""),
+                           usage=None if description is None else "batch-manager workload [KIND] --out FILE [options]",
+                           description=description or own_description, epilog=EXIT_STATUSES,
+                           formatter_class=HelpFormatter)
+    add_shared(parser.add_argument, "--out", "-: the standard output", required=True, type=str)
+    add_arguments(parser)
     options = parser.parse_args(arguments)
+    options.kind = kind
+    if "delays" in options:
+        complete_selection(options, parser, has_rate=bool(options.request_rate))
     try:
         inputs = {"FILE": getattr(options, "file", None), "--tokenizer": getattr(options, "tokenizer", None)}
         check_writable(options.out, {name: path for name, path in inputs.items() if path is not None})
-        KINDS[options.kind][2](options)
+        write(options)
     except DatasetError as error:
         print(f"batch-manager workload: {error}", file=sys.stderr)
         return WRONG
@@ -83,12 +94,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _add_drawn(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--num-requests", type=int, default=64, metavar="N", help="(64)")
-    add("--request-rate", type=float, default=0.0, metavar="R", help="requests/s; 0: all at once (0)")
-    add("--delays", choices=DELAYS, default="exponential",
-        help="times between the requests of a rate (exponential: Poisson)")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="length of a prefix that all prompts share (0)")
-    add("--random-seed", type=int, default=0, metavar="N", help="seed of all random numbers (0)")
+    add_shared(add, "--num-requests", shown="64", default=64)
+    add_rate_arguments(add, "", "0", default=0.0)
+    add("--shared-prefix", type=at_least(0), default=0, metavar="N",
+        help="length of a prefix that all prompts share (0)")
     _add_vocabulary(parser)
     add("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
 
@@ -96,8 +105,7 @@ def _add_drawn(parser: argparse.ArgumentParser) -> None:
 def _add_vocabulary(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--vocab", type=int, metavar="N", help=f"vocabulary size ({DEFAULT_VOCABULARY})")
-    group.add_argument("--tokenizer", metavar="FOLDER",
-                       help="use the vocabulary of this model: a folder or a .gguf file")
+    add_shared(group.add_argument, "--tokenizer", "its vocabulary is used")
 
 
 def _add_normal(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +129,7 @@ def _add_log_normal(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add(f"--{side}-median", type=float, default=lengths.median, metavar="TOKENS", help=f"({lengths.median})")
         add(f"--{side}-sigma", type=float, default=lengths.sigma, metavar="S",
-            help=f"standard deviation of the logarithm ({lengths.sigma})")
+            help=f"standard deviation of the logarithm of {side} lengths ({lengths.sigma})")
         add(f"--{side}-min", type=int, default=lengths.shortest, metavar="TOKENS", help=f"({lengths.shortest})")
         add(f"--{side}-max", type=int, default=lengths.longest, metavar="TOKENS", help=f"({lengths.longest})")
     _add_drawn(parser)
@@ -160,12 +168,6 @@ def _check(name: str, value: float, is_right: bool, expected: str) -> None:
 
 def _write_drawn(of_side: Callable[[argparse.Namespace, str], LengthDistribution]) -> Callable:
     def write(options: argparse.Namespace) -> None:
-        _check("--num-requests", options.num_requests, 1 <= options.num_requests <= MOST_REQUESTS,
-               f"1 to {MOST_REQUESTS}")
-        _check("--request-rate", options.request_rate, 0 <= options.request_rate < math.inf,
-               "0 or more requests/s; 0 is all at once")
-        _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
-        _check("--shared-prefix", options.shared_prefix, options.shared_prefix >= 0, "at least 0")
         _write(make_workload(
             count=options.num_requests, seed=options.random_seed, vocab_size=_vocabulary(options),
             rate=options.request_rate, prompts=of_side(options, "input"), outputs=of_side(options, "output"),
@@ -196,14 +198,13 @@ def _write(workload: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="input file; may be compressed with gzip")
-    parser.add_argument("--format", choices=FORMATS, help="format of the file (by content)")
+    add_shared(parser.add_argument, "--format", shown="by content", choices=FORMATS)
 
 
 def _add_dataset(parser: argparse.ArgumentParser) -> None:
     _add_file(parser)
     _add_vocabulary(parser)
-    parser.add_argument("--output-tokens", type=int, metavar="N",
-                        help="output length of texts that do not specify one")
+    add_shared(parser.add_argument, "--output-tokens", "of texts that do not specify it", type=at_least(1))
     parser.add_argument("--as", dest="form", choices=WORKLOAD_FORMS, default="workload", help=AS_HELP)
     add_selection_arguments(parser)
 
@@ -270,9 +271,9 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
     shape, chat, add = TraceShape(), ChatShape(), parser.add_argument
     add("--as", dest="form", choices=tuple(TRACE_LINES), default="azure",
         help="azure, csv: independent requests; mooncake: conversations with block ids (azure)")
-    add("--num-requests", type=int, default=SAMPLE_ROWS, metavar="N", help=f"({SAMPLE_ROWS})")
-    add("--request-rate", type=float, default=shape.request_rate, metavar="R",
-        help=f"mean requests/s ({shape.request_rate})")
+    add_shared(add, "--num-requests", shown=f"{SAMPLE_ROWS}", default=SAMPLE_ROWS)
+    add_shared(add, "--request-rate", "the mean, 0.000001 to 1000000", f"{shape.request_rate}",
+               default=shape.request_rate)
     add("--burstiness", type=float, default=shape.burstiness, metavar="X",
         help="standard deviation of the times between requests over their mean; gamma-distributed; 1: Poisson "
         f"({shape.burstiness})")
@@ -281,12 +282,10 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         f"({chat.turn_median:g})")
     add("--output-median", type=float, default=shape.output_median, metavar="TOKENS",
         help=f"median output length, log-normal ({shape.output_median:g})")
-    add("--random-seed", type=int, default=0, metavar="N", help="seed of all random numbers (0)")
+    add_shared(add, "--random-seed", shown="0", default=0)
 
 
 def _write_sample(options: argparse.Namespace) -> None:
-    _check("--num-requests", options.num_requests, options.num_requests >= 1, "at least 1")
-    _check("--random-seed", options.random_seed, options.random_seed >= 0, "at least 0")
     _check("--request-rate", options.request_rate, 1e-6 <= options.request_rate <= 1e6, "0.000001 to 1000000")
     _check("--burstiness", options.burstiness, 0.05 <= options.burstiness <= 20, "0.05 to 20")
     _check("--output-median", options.output_median, 1 <= options.output_median <= MOST_TOKENS,

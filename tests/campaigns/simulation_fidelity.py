@@ -30,7 +30,7 @@ WORKLOADS: dict[str, tuple[list[str], float, list[str]]] = {
               "1400", "--output-median", "40", "--output-sigma", "0.5", "--random-seed", "13"], 1.0, []),
     "offline": (["log-normal", "--num-requests", "80", "--random-seed", "15"], 0.0, []),
     "chunks": (["log-normal", "--num-requests", "80", "--input-median", "300", "--random-seed", "16"], 2.0,
-               ["--max-batch", "8", "--max-tokens-per-step", "128"]),
+               ["--max-batch-size", "8", "--max-num-tokens", "128"]),
 }
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, (lengths, rate, settings) in WORKLOADS.items():
             run("workload", *lengths, "--request-rate", str(rate * options.rate_factor), "--vocab", str(options.vocab),
                 "--out", str(folder / f"{name}.json"))
-            run("bench", "--model", options.model, "--workload", str(folder / f"{name}.json"), "--threads", "1",
+            run("bench", "--model", options.model, "--workload", str(folder / f"{name}.json"), "--num-threads", "1",
                 "--trace", str(folder / f"{name}.trace"), "--out", str(folder / f"{name}.result.json"), "--quiet",
                 "--report", "none", *settings)
         run("simulate", "--fit", str(folder / f"{FITTED}.trace"), "--result", str(folder / f"{FITTED}.result.json"),

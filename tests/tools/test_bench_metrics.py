@@ -153,13 +153,13 @@ def test_a_load_says_when_requests_arrive():
     requests = [{"id": number, "arrival_s": arrival} for number, arrival in enumerate([0.0, 3.0, 1.0])]
     assert Load().arriving(requests) == requests
     assert Load().offered_rate(requests) == pytest.approx(2 / 3)
-    even = Load(request_rate=4.0).arriving(requests)
+    even = Load(request_rate=4.0, delays="constant").arriving(requests)
     assert [(one["id"], one["arrival_s"]) for one in even] == [(0, 0.0), (2, 0.25), (1, 0.5)]
     for load in (Load(request_rate=0.0), Load(concurrency=2)):
         assert [one["arrival_s"] for one in load.arriving(requests)] == [0.0] * 3
         assert load.offered_rate(load.arriving(requests)) is None
     many = [{"id": number, "arrival_s": 0.0} for number in range(4000)]
-    drawn = Load(request_rate=5.0, exponential=True, random_seed=1)
+    drawn = Load(request_rate=5.0, random_seed=1)
     between = np.diff([one["arrival_s"] for one in drawn.arriving(many)])
     assert between.mean() == pytest.approx(0.2, rel=0.1) and between.std() == pytest.approx(0.2, rel=0.1)
     assert drawn.arriving(many) == drawn.arriving(many)

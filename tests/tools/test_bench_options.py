@@ -1,9 +1,12 @@
 """`batch-manager bench` reads its options, including those of gptManagerBenchmark, and refuses wrong ones."""
 
+import numpy as np
 import pytest
 
+from batch_manager.tools.bench.load import Load
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.original_options import ALIASES, REFUSED
+from batch_manager.tools.datasets import Selection, read_arrivals
 
 NEEDED = ["--model", "none", "--workload", "w.json"]
 
@@ -38,17 +41,33 @@ def test_a_command_line_of_the_original_is_taken():
         "--static_emulated_batch_size", "4", "--static_emulated_timeout", "100", "--max_prompt_len", "9",
         "--log_level", "verbose", "--return_context_logits", "--max_attention_window", "128", "--random_seed", "1"])
     assert (str(given.model), str(given.workload), given.type) == ("/models/m", "d.json", "InflightBatching")
-    assert (given.policy, given.max_num_sequences, given.max_batch) == ("max_utilization", 64, 16)
+    assert (given.policy, given.max_num_sequences, given.max_batch_size) == ("max_utilization", 64, 16)
     assert (given.max_tokens_in_paged_kvcache, given.kv_cache_free_gpu_mem_fraction, given.kv_gib) == (4096, 0.5, None)
     assert given.enable_trt_overlap and given.block_reuse and given.streaming and given.return_context_logits
     assert not given.chunked_context and not given.exclude_input_in_output_seq
-    assert (given.max_tokens_per_step, given.request_rate, given.eos_id, given.pad_id) == (1024, 0.0, 2, 0)
+    assert (given.max_num_tokens, given.request_rate, given.eos_id, given.pad_id) == (1024, 0.0, 2, 0)
+    assert (given.num_requests, given.max_input_tokens, given.random_seed, given.delays) == (5, 9, 1, "exponential")
     assert (given.static_emulated_batch_size, given.static_emulated_timeout, given.first_batch_delay) == (4, 100, 20)
+
+
+@pytest.mark.parametrize("written, delays", [
+    ([], "exponential"), (["--enable_exp_delays"], "exponential"), (["--enable_exp_delays=false"], "constant"),
+    (["--no-enable-exp-delays"], "constant"), (["--delays", "constant"], "constant")])
+def test_a_rate_is_a_poisson_process_unless_it_is_said_otherwise(written, delays):
+    assert options("--request-rate", "2", *written).delays == delays
+
+
+def test_one_rate_gives_the_same_times_in_every_command():
+    times = [request["arrival_s"] for request in Load(request_rate=4.0, random_seed=3).arriving(
+        [{"id": number, "arrival_s": 0.0} for number in range(50)])]
+    records = read_arrivals("sample:azure", Selection(request_rate=4.0, seed=3, count=50))
+    assert [record.arrival_s for record in records] == times
+    assert np.diff(times).std() == pytest.approx(0.25, rel=0.4)
 
 
 def test_what_is_not_given_is_as_it_was():
     given = options()
-    assert (given.kv_gib, given.max_batch, given.max_tokens_per_step, given.threads) == (1.0, 32, 512, 2)
+    assert (given.kv_gib, given.max_batch_size, given.max_num_tokens, given.num_threads) == (1.0, 32, 512, 2)
     assert given.streaming and given.chunked_context and not given.block_reuse and given.warm_up == 1
     static = options("--type", "V1")
     assert not static.streaming and not static.chunked_context
@@ -74,11 +93,10 @@ def test_names_of_others_are_names_of_ours(capsys):
 @pytest.mark.parametrize("given, told", [
     (["--kv-gib", "0"], "above 0"),
     (["--kv-gib", "1", "--max-tokens-in-paged-kvcache", "9"], "both given"),
-    (["--request-rate", "0"], "not a rate"), (["--request-rate", "nan"], "not a rate"),
+    (["--request-rate", "nan"], "not a rate"),
     (["--request-rate", "x"], "not a number"),
-    (["--request-rate", "1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s, or a negative number"),
+    (["--request-rate", "1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s, or 0 for all at once"),
     (["--sweep", "request_rate=1,1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s"),
-    (["--request-rate", "2", "--concurrency", "2"], "both given"),
     (["--sweep", "threads=1,2"], "not a sweep"), (["--sweep", "concurrency="], "not a sweep"),
     (["--sweep", "concurrency=1,x"], "not a whole number"), (["--sweep", "concurrency=0"], "at least 1"),
     (["--sweep", "concurrency=2,2"], "repeats"), (["--sweep", "concurrency=2", "--concurrency", "2"], "both given"),
@@ -87,7 +105,7 @@ def test_names_of_others_are_names_of_ours(capsys):
      "--sweep was given for concurrency and request_rate; expected one --sweep, which lists all values of one name"),
     (["--sweep", "concurrency=1", "--sweep=concurrency=2"], "given for concurrency and concurrency; expected one"),
     (["--sweep", "concurrency=2", "--stats-csv", "s.csv"], "both given"),
-    (["--enable-exp-delays"], "without a rate"),
+    (["--enable-exp-delays"], "without --request-rate"),
     (["--plot", "p", "--type", "V1"], "V1"), (["--plot", "/dev/null"], "not a folder"),
     (["--time-scale", "2", "--request-rate", "1"], "recorded times"),
     (["--streaming", "--beam-width", "2"], "does not stream"),

@@ -31,7 +31,7 @@ TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), 
 
 def measured(*more):
     options = parse_options(["--model", "none", "--workload", "ten.json", "--tokens-per-block", "8", "--quiet",
-                             "--max-batch", "4", "--plot", "unused", *more])
+                             "--max-batch-size", "4", "--plot", "unused", *more])
     measurement = Measurement(options, TEN, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8,
                                                                           step_seconds=0.001)))
     result = measurement.run()

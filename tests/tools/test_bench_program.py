@@ -28,6 +28,7 @@ from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.request_options import RequestOptions
 from batch_manager.tools.bench.result import FORMAT_VERSION, read_result
 from batch_manager.tools.bench.saturation import SUSTAINED_SHARE, find_saturation, is_sustained, repetitions
+from batch_manager.tools.bench.summary import load_words
 from batch_manager.tools.request_spans import CLIENT, lives
 from batch_manager.tools.workload import Lengths, make_workload
 
@@ -72,7 +73,8 @@ def setting(tmp_path, monkeypatch):
 
     def run(*arguments, workload="ten.json", step_seconds=0.0):
         scripted.step_seconds = step_seconds
-        return program.main(["--model", "none", "--workload", workload, "--max-batch", "4", "--tokens-per-block", "8",
+        return program.main(["--model", "none", "--workload", workload, "--max-batch-size", "4", "--tokens-per-block",
+                             "8",
                              "--quiet", *arguments])
     return run, tmp_path
 
@@ -109,7 +111,7 @@ def test_lines_of_the_original(setting, capsys):
 def test_responses_without_streaming_may_have_their_prompts_and_beams(setting):
     run, _ = setting
     assert run("--no-streaming", "--exclude_input_in_output_seq=false", "--responses-json-file", "a.json",
-               "--max-num-samples", "3", "--max-prompt-len", "5") == 0
+               "--num-requests", "3", "--max-input-tokens", "5") == 0
     answers = json.loads(Path("a.json").read_text())
     assert [answer["output_ids"][:5] for answer in answers] == [one["prompt"][:5] for one in TEN["requests"][:3]]
     assert [len(one["output_ids"]) for one in answers] == [min(len(one["prompt"]), 5) + one["max_tokens"]
@@ -155,7 +157,7 @@ def measured(workload, *more):
 def test_no_serving_of_a_sweep_finds_what_another_one_cached(setting):
     same = make_workload(count=4, vocab_size=1000, prompts=Lengths(40, 0.1, 30, 50, fixed=40),
                          outputs=Lengths(3, 0.1, 2, 4, fixed=3), shared_prefix=24)
-    runs = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch", "4")
+    runs = measured(same, "--block-reuse", "--sweep", "concurrency=1,2", "--max-batch-size", "4")
     first, both = (records[-1]["Cache Hit Tokens"] for _, records in runs)
     assert first == 3 * 24 and first < both <= 2 * first        # requests that start together share nothing
 
@@ -188,7 +190,7 @@ def test_the_first_batch_can_be_delayed(setting):
 
 def test_the_saturation_is_found(setting, capsys):
     run, _ = setting
-    assert run("--find-saturation", "--max-probes", "4", "--out", "s.json", "--max-batch", "1",
+    assert run("--find-saturation", "--max-probes", "4", "--out", "s.json", "--max-batch-size", "1",
                step_seconds=0.002) == 0
     result = read_result(Path("s.json"))
     assert result["kind"] == "saturation" and len(result["points"]) == 4
@@ -225,23 +227,23 @@ def test_a_rate_within_the_bounds_is_sustained_only_if_it_is_completed(setting):
     requests = make_workload(count=16, vocab_size=1000, prompts=Lengths(4, 0, 4, 4, fixed=4),
                              outputs=Lengths(5, 0, 5, 5, fixed=5))
     Path("w.json").write_text(json.dumps(requests))
-    assert run("--find-saturation", "--slo-ttft-ms", "60000", "--max-probes", "4", "--out", "s.json", "--max-batch",
-               "2", workload="w.json", step_seconds=0.004) == 0
+    assert run("--find-saturation", "--delays", "constant", "--slo-ttft-ms", "60000", "--max-probes", "4", "--out",
+               "s.json", "--max-batch-size", "2", workload="w.json", step_seconds=0.004) == 0
     result = read_result(Path("s.json"))
     most = 2 / (5 * 0.004)                          # requests/s: two at a time, five steps each
-    assert result["saturation"]["sustained"] <= most / SUSTAINED_SHARE
+    assert (result["saturation"]["sustained"] or 0.0) <= most / SUSTAINED_SHARE
     assert all(point["goodput"]["share"] == 1 for point in result["points"])
     assert not any(point["sustained"] for point in result["points"][1:] if point["request_rate"] > most * 1.1)
 
 
 def test_repetitions_have_their_own_ids_and_cache_salts():
-    load = Load(request_rate=10.0, repetitions=3)
+    load = Load(request_rate=10.0, delays="constant", repetitions=3)
     requests = load.arriving(TEN["requests"])
     assert len({request["id"] for request in requests}) == len(requests) == 30
     assert [round(request["arrival_s"], 6) for request in requests] == [number / 10 for number in range(30)]
     made = [RequestOptions(cache_salt="run 1").make(request, streaming=True) for request in requests]
     assert [one.cache_salt for one in made[::10]] == ["run 1", "run 1, repetition 1", "run 1, repetition 2"]
-    assert repetitions(10, 32) == 26 and repetitions(300, 32) == 1 and repetitions(10, 10**6) == 205
+    assert repetitions(10, 32) == 52 and repetitions(512, 32) == 1 and repetitions(10, 10**6) == 205
 
 
 def test_the_saturation_takes_some_requests():
@@ -272,8 +274,8 @@ def test_datasets_of_the_original_are_served(setting):
 def test_traces_are_replayed_and_what_was_cut_is_said(setting, capsys):
     run, _ = setting
     Path("t.csv").write_text("arrival_s,input_tokens,output_tokens\n7.0,12,3\n8.0,40,2\n")
-    assert program.main(["--model", "none", "--workload", "t.csv", "--tokens-per-block", "8", "--max-batch", "2",
-                         "--time-scale", "0.05", "--max-prompt-len", "20", "--out", "r.json"]) == 0
+    assert program.main(["--model", "none", "--workload", "t.csv", "--tokens-per-block", "8", "--max-batch-size", "2",
+                         "--time-scale", "0.05", "--max-input-tokens", "20", "--out", "r.json"]) == 0
     result = read_result(Path("r.json"))
     assert (result["mode"], result["prompt_tokens"], result["output_tokens"]) == ("online", 32, 5)
     assert 0.05 <= result["wall_s"] < 1
@@ -288,7 +290,7 @@ def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
     assert run("--out", "r.json", workload="w.json") == 2
     error = capsys.readouterr().err
     assert "w.json" in error and not (folder / "r.json").exists()
-    assert text != "no JSON" or error.endswith("; set the format with --dataset-format\n")
+    assert text != "no JSON" or error.endswith("; set the format with --format\n")
 
 
 def test_a_reader_that_goes_costs_no_file(tmp_path):
@@ -336,7 +338,7 @@ def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
 
 def test_times_of_a_trace_count_from_the_arrival_of_the_client(setting):
     run, folder = setting
-    assert run("--max-batch", "1", "--max-num-sequences", "1", "--trace", "t.trace", "--out", "r.json",
+    assert run("--max-batch-size", "1", "--max-num-sequences", "1", "--trace", "t.trace", "--out", "r.json",
                step_seconds=0.002) == 0
     with Path("t.trace").open("rb") as file:
         found = list(lives(read_trace(file)))
@@ -345,3 +347,16 @@ def test_times_of_a_trace_count_from_the_arrival_of_the_client(setting):
     assert len(found) == 10 and longest * 1e3 == pytest.approx(
         read_result(Path("r.json"))["latency_ms"]["e2e"]["max"], rel=0.25)
     assert sum(life.spans[0].kind == CLIENT for life in found) >= 8
+
+
+def test_a_rate_and_a_concurrency_together(setting):
+    """Requests arrive at their rate; those above the limit wait in the client, and the wait is latency."""
+    run, _ = setting
+    ((served, records),) = measured(TEN, "--request-rate", "2000", "--delays", "constant", "--concurrency", "2")
+    assert max(record["Active Request Count"] for record in records) == 2
+    arrivals = [receipt.arrival_s for receipt in served.receipts.values()]
+    assert sorted(arrivals) == pytest.approx([number / 2000 for number in range(10)])
+    assert run("--request-rate", "50", "--concurrency", "2", "--out", "r.json") == 0
+    result = read_result(Path("r.json"))
+    assert (result["request_rate"], result["delays"], result["concurrency"]) == (50, "exponential", 2)
+    assert load_words(result) == "50 requests/s (Poisson), at most 2 in progress" and result["offered_rate"]

@@ -34,7 +34,7 @@ FOUR_REQUESTS = make_workload(count=4, vocab_size=1000, prompts=Lengths(20, 0.5,
 
 
 def options(*more: str):
-    return parse_options(["--model", "none", "--workload", "four.json", "--out", "result.json", "--max-batch", "2",
+    return parse_options(["--model", "none", "--workload", "four.json", "--out", "result.json", "--max-batch-size", "2",
                           "--tokens-per-block", "8", *more])
 
 
@@ -94,7 +94,7 @@ def test_a_request_may_arrive_at_the_latest_time_that_a_file_may_have(monkeypatc
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunks", ["--chunked-context", "--no-chunked-context"])
 def test_policies_and_chunks(policy, chunks):
-    result = run("--policy", policy, chunks, "--max-tokens-per-step", "64", "--type", "InflightBatching")
+    result = run("--policy", policy, chunks, "--max-num-tokens", "64", "--type", "InflightBatching")
     assert result["wrong_length"] == 0
     assert (result["scheduler"], result["chunked_context"]) == (policy, chunks == "--chunked-context")
     assert result["engine"] == "InflightBatching"
@@ -122,7 +122,7 @@ def test_a_mistaken_batch_size_does_not_make_a_mountain_of_warm_up_requests(monk
     assert len(requests) == 1024 and max(len(request["prompt"]) for request in requests) < 128
     asked = []
     monkeypatch.setattr(session, "warm_up_requests", lambda count, *more: asked.append(count) or requests[:2])
-    run("--max-batch", "100000")
+    run("--max-batch-size", "100000")
     assert asked == [FOUR_REQUESTS["n"]]        # no more requests can run at a time
 
 
@@ -178,8 +178,8 @@ def test_the_program_serves_the_small_model(tmp_path):
     (tmp_path / "four.json").write_text(json.dumps(FOUR_REQUESTS))
     result = subprocess.run(
         [sys.executable, "-m", "batch_manager.tools.benchmark", "--model", str(SMALL_MODEL), "--workload",
-         str(tmp_path / "four.json"), "--threads", "1", "--max-batch", "2", "--dtype", "float32", "--kv-gib", "0.01",
-         "--device", "cpu", "--variant", "a label", "--out", str(result_file)],
+         str(tmp_path / "four.json"), "--num-threads", "1", "--max-batch-size", "2", "--dtype", "float32", "--kv-gib",
+         "0.01", "--device", "cpu", "--variant", "a label", "--out", str(result_file)],
         capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     written = json.loads(result_file.read_text())

@@ -33,7 +33,8 @@ def test_fixed_lengths():
 
 
 @pytest.mark.parametrize("arguments, longest", [
-    (["--prompt", "600", "--shared-prefix", "601"], "600"), (["--shared-prefix", "513", "--n", "4000"], "512"),
+    (["--input-min", "600", "--input-max", "600", "--shared-prefix", "601"], "600"),
+    (["--shared-prefix", "513", "--num-requests", "4000"], "512"),
     (["token-unif-dist", "--input-min", "3", "--input-max", "5", "--output-min", "1", "--output-max", "1",
       "--shared-prefix", "6"], "5")])
 def test_a_shared_prefix_that_is_longer_than_every_prompt_is_refused(arguments, longest, tmp_path, capsys):
@@ -54,7 +55,7 @@ def test_prompts_that_are_shorter_than_the_shared_prefix_are_counted(tmp_path, c
     assert 0 < shorter < 64 and capsys.readouterr().err == (
         f"batch-manager workload: {shorter} of 64 prompts are shorter than the shared prefix of 100 tokens; they "
         "consist of its beginning\n")
-    assert workload.main(["--prompt", "100", "--shared-prefix", "100", "--out", str(out)]) == 0
+    assert workload.main(["--input-min", "100", "--input-max", "100", "--shared-prefix", "100", "--out", str(out)]) == 0
     assert not capsys.readouterr().err
 
 
@@ -81,36 +82,44 @@ def test_tokens_are_below_the_vocabulary_and_no_control_tokens():
 
 def test_the_program_writes_what_the_function_makes(tmp_path, capsys):
     file = tmp_path / "w.json"
-    assert workload.main(["--out", str(file), "--n", "3", "--prompt", "5", "--output", "4", "--vocab", "64"]) == 0
+    assert workload.main(["--out", str(file), "--num-requests", "3", "--input-min", "5", "--input-max", "5",
+                          "--output-min", "4", "--output-max", "4", "--vocab", "64"]) == 0
     written = json.loads(file.read_text())
     assert [len(request["prompt"]) for request in written["requests"]] == [5, 5, 5]
     summary = json.loads(capsys.readouterr().out)
     assert "requests" not in summary and summary["output_tokens"] == 12
 
 
+def status_of(arguments):
+    """Return the exit status of the program, whether the parser or the program itself refuses the arguments."""
+    try:
+        return workload.main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
 @pytest.mark.parametrize("wrong, told", [
-    (["--n", "10000001"], "--n: 10000001 is too large; expected at most 10000000"),
-    (["--vocab", "99999999999999999999999999"], "too large; expected at most 2147483647"),
-    (["--prompt", "99999999999999"], "--prompt: 99999999999999 is too large; expected at most 2147483647"),
-    (["--output", "99999999999999"], "--output: 99999999999999 is too large; expected at most 2147483647")])
+    (["--num-requests", "10000001"], "--num-requests: 10000001 is too large; expected at most 10000000"),
+    (["--vocab", "99999999999999999999999999"], "; expected 4 to 2147483647"),
+    (["--input-max", "99999999999999"], "--input-max is 99999999999999; expected 8 (--input-min) to 2147483647"),
+    (["--output-max", "99999999999999"], "--output-max is 99999999999999; expected 4 (--output-min) to 2147483647")])
 def test_numbers_that_are_too_large_are_refused(wrong, told, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        workload.main(["--out", str(tmp_path / "w.json"), *wrong])
+    assert status_of(["--out", str(tmp_path / "w.json"), *wrong]) == 2
     assert told in capsys.readouterr().err and not (tmp_path / "w.json").exists()
 
 
 @pytest.mark.parametrize("wrong, told", [
-    (["--n", "10000000", "--prompt", "2000000000"],
+    (["--num-requests", "10000000", "--input-min", "2000000000", "--input-max", "2000000000"],
      "the prompts have 20000000000000000 tokens, about 745058060 GiB; expected at most half of the "),
-    (["--rate", "1e-300"], "the rate is 1e-300 requests/s, at which the workload lasts 6.3e+301 s; expected at most"),
-    (["--rate", "1e-320", "--n", "1"], "at which the workload lasts inf s; expected at most 1e+10 s; raise the rate")])
+    (["--request-rate", "0.000001", "--num-requests", "100000"],
+     "the rate is 1e-06 requests/s, at which the workload lasts 9.9999e+10 s; expected at most 1e+10 s; raise"),
+    (["--request-rate", "1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s")])
 def test_a_workload_that_no_machine_can_serve_is_refused(wrong, told, tmp_path, capsys):
-    assert workload.main(["--out", str(tmp_path / "w.json"), *wrong]) == 2
+    assert status_of(["--out", str(tmp_path / "w.json"), *wrong]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1 and not (tmp_path / "w.json").exists()
 
 
-@pytest.mark.parametrize("wrong", [["--n", "0"], ["--rate", "-1"], ["--rate", "nan"], ["--vocab", "3"]])
+@pytest.mark.parametrize("wrong", [["--num-requests", "0"], ["--request-rate", "nan"], ["--vocab", "3"]])
 def test_options_without_sense_are_refused(wrong, tmp_path):
-    with pytest.raises(SystemExit):
-        workload.main(["--out", str(tmp_path / "w.json"), *wrong])
+    assert status_of(["--out", str(tmp_path / "w.json"), *wrong]) == 2

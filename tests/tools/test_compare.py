@@ -106,7 +106,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
 
 def test_it_reads_what_the_benchmark_writes(tmp_path):
     workload = make_workload(count=2, vocab_size=500, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(4, 0.1, 3, 5))
-    options = parse_options(["--model", "none", "--workload", "w.json", "--out", "o.json", "--max-batch", "2",
+    options = parse_options(["--model", "none", "--workload", "w.json", "--out", "o.json", "--max-batch-size", "2",
                              "--tokens-per-block", "8", "--warm-up", "0"])
     runs = [benchmark(options, workload, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8)))
             for _ in range(2)]

@@ -55,7 +55,7 @@ def test_watch_imports_little(tmp_path):
 
 def test_a_command_gets_its_arguments_and_gives_its_status(tmp_path):
     out = tmp_path / "w.json"
-    assert dispatcher.main(["workload", "--out", str(out), "--n", "3"]) == 0
+    assert dispatcher.main(["workload", "--out", str(out), "--num-requests", "3"]) == 0
     assert len(json.loads(out.read_text())["requests"]) == 3
     assert dispatcher.main(["watch", str(tmp_path / "none"), "--timeout", "0", "--interval", "0.1"]) == 1
 

@@ -245,7 +245,7 @@ def test_a_saved_demonstration_draws_the_same_from_its_file(tmp_path, capsys):
     assert main(["--demo", "--policy", "guaranteed_no_evict", "--save", str(saved), "--svg", str(svg),
                  "--text"]) == 0
     drawn = capsys.readouterr().out
-    assert main(["--trace", str(saved)]) == 0
+    assert main([str(saved)]) == 0
     assert capsys.readouterr().out.strip() in drawn
     assert drawn.endswith(f"wrote {svg}\nwrote {saved}\n")
     assert drawn.startswith("GUARANTEED_NO_EVICT, 14 blocks of 8 tokens")
@@ -304,7 +304,7 @@ def test_a_request_that_cannot_run_is_reported_and_not_drawn(capsys):
     (["--demo", "--width", "-3"], "--width: -3 is too small; expected at least 20"),
     (["run.trace", "--requests", "1+1", "--num-blocks", "3"],
      "a trace was given with --requests, --num-blocks; expected such options only with --demo; leave"),
-    (["--trace", "run.trace", "--policy", "max_utilization"], "a trace was given with --policy; expected such options"),
+    (["run.trace", "--policy", "max_utilization"], "a trace was given with --policy; expected such options"),
 ])
 def test_a_wrong_command_line_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -320,7 +320,7 @@ def test_a_wrong_command_line_is_refused(arguments, message, capsys):
     (["--demo", "--max-batch-size", "1000000000000"], "--max-batch-size is 1000000000000"),
     (["--demo", "--num-blocks", "0"], "--num-blocks is 0"),
     (["--demo", "--tokens-per-block", "7"], "tokens_per_block is 7"),
-    (["--trace", "no/such/file"], "no/such/file"),
+    (["no/such/file"], "no/such/file"),
 ])
 def test_a_mistake_on_the_command_line_is_one_line_and_status_2(arguments, message, capsys):
     assert main(arguments) == 2

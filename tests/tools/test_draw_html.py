@@ -240,7 +240,7 @@ def test_two_outputs_of_one_name_are_refused(tmp_path, capsys):
     assert "--html and --svg both name" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [[], ["--demo", "a"], ["a", "--trace", "b"]])
+@pytest.mark.parametrize("arguments", [[], ["--demo", "a"]])
 def test_one_source_is_expected(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)

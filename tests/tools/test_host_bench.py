@@ -24,9 +24,10 @@ def test_without_streaming_nothing_is_sent_while_nobody_ends():
     (["--waiting", "100001"], "--waiting: 100001 is too large; expected at most 100000"),
     (["--queued", "99999999"], "--queued: 99999999 is too large; expected at most 100000"),
     (["--iterations", "1000001"], "--iterations: 1000001 is too large; expected at most 1000000"),
-    (["--output-len", "1000001"], "--output-len: 1000001 is too large; expected at most 1000000"),
-    (["--batch", "1", "100000", "--output-len", "1"], "300 iterations of 100,000 requests that end after 1 tokens need "
-     "33,000,000 requests; expected at most 1,000,000; lower --batch or --iterations, or raise --output-len"),
+    (["--output-tokens", "1000001"], "--output-tokens: 1000001 is too large; expected at most 1000000"),
+    (["--batch", "1", "100000", "--output-tokens", "1"],
+     "300 iterations of 100,000 requests that end after 1 tokens need "
+     "33,000,000 requests; expected at most 1,000,000; lower --batch or --iterations, or raise --output-tokens"),
     (["--batch", "100000", "--iterations", "1000000"],
      "100,000 active requests of up to 1,000,108 tokens need 1,562,800,000 blocks of the KV cache; expected at most")])
 def test_settings_that_no_machine_has_room_for_are_refused(arguments, told, capsys):

@@ -125,7 +125,7 @@ def test_the_command_prints_text_or_json(capsys):
     told = capsys.readouterr().out
     assert "LlamaForCausalLM, native: batch_manager.models.llama.Llama" in told and "end ids: 1\n" in told
     assert "4,096 tokens" in told and "MiB" in told
-    assert main([str(MODEL), "--device", "cpu", "--json"]) == 0
+    assert main([str(MODEL), "--device", "cpu", "--report", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_layers"] == 4
 
 
@@ -138,7 +138,6 @@ def test_the_command_prints_text_or_json(capsys):
     ({}, ["--free-memory-bytes", "1000000"], "do not fit"),
     ({}, ["--free-memory-bytes", "20000000"], "the KV cache needs"),
     ({}, ["--max-seq-len", "4096"], "max_seq_len is 4,096"),
-    ({}, ["--dtype", "float8"], "float8"),
     (None, [], "model.safetensors"),
 ])
 def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, change, options, fact):
@@ -152,7 +151,7 @@ def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, chan
     assert out == "" and fact in lines[0] and lines[0].startswith("cannot run: ")
     assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "way out"][: len(lines) - 1]
     assert len(lines) > 1
-    assert main([str(tmp_path), "--device", "cpu", "--json", *options]) == 1
+    assert main([str(tmp_path), "--device", "cpu", "--report", "json", *options]) == 1
     refused = json.loads(capsys.readouterr().out)["refused"]
     expectation = refused["expectation"].removeprefix("expected ")     # the label of the line has the word
     assert fact in refused["fact"]

@@ -54,18 +54,18 @@ def test_a_run_is_told_and_written(call, folder, capsys):
 
 def test_a_seed_is_one_simulation(call, folder):
     for seed, name in ((1, "x.json"), (1, "y.json"), (2, "z.json")):
-        assert call("--out", name, "--report", "none", "--seed", str(seed)) == 0
+        assert call("--out", name, "--report", "none", "--scatter-seed", str(seed)) == 0
     x, y, z = (read_result(folder / name)["wall_s"] for name in ("x.json", "y.json", "z.json"))
     assert x == y != z
 
 
 def test_a_sweep_marks_the_best_and_is_drawn(call, folder, capsys):
-    assert call("--sweep", "max_batch=1,4,16", "--sweep", "policy=guaranteed_no_evict,max_utilization", "--out",
+    assert call("--sweep", "max_batch_size=1,4,16", "--sweep", "policy=guaranteed_no_evict,max_utilization", "--out",
                 "s.json", "--plot", "plots", "--slo-ttft-ms", "400") == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0].split()[:2] == ["max_batch", "policy"] and sum(line.startswith("*") for line in told) == 1
+    assert told[0].split()[:2] == ["max_batch_size", "policy"] and sum(line.startswith("*") for line in told) == 1
     result = read_result(folder / "s.json")
-    assert [point["settings"]["max_batch"] for point in result["points"]] == [1, 1, 4, 4, 16, 16]
+    assert [point["settings"]["max_batch_size"] for point in result["points"]] == [1, 1, 4, 4, 16, 16]
     share = [point["goodput"]["share"] for point in result["points"]]
     assert share[0] < share[-1]
     for name in ("simulated-ttft.svg", "simulated-itl.svg"):
@@ -75,7 +75,7 @@ def test_a_sweep_marks_the_best_and_is_drawn(call, folder, capsys):
 @pytest.mark.parametrize("swept", [
     "request_rate=2,8", "concurrency=1,3", "replicas=1,2", "routing=round-robin,least-loaded", "block_reuse=on,off",
     "max_tokens_in_paged_kvcache=2048,4096", "tokens_per_block=16,32", "max_num_sequences=8,40",
-    "chunked_context=on,off", "max_tokens_per_step=256,512"])
+    "chunked_context=on,off", "max_num_tokens=256,512"])
 def test_everything_can_be_swept(call, swept, capsys):
     assert call("--sweep", swept, "--report", "json") == 0
     points = json.loads(capsys.readouterr().out)["points"]
@@ -91,7 +91,8 @@ def test_a_trace_can_be_read_by_the_other_tools(call, folder, capsys):
 
 
 def test_made_up_traces_are_simulated_by_their_names(call, capsys):
-    assert main(["--cost", "cost.json", "--workload", "sample:mooncake", "--count", "20", "--max-input-tokens", "600",
+    assert main(["--cost", "cost.json", "--workload", "sample:mooncake", "--num-requests", "20", "--max-input-tokens",
+                 "600",
                  "--replicas", "2", "--routing", "longest-prefix", "--block-reuse", "--max-tokens-in-paged-kvcache",
                  "65536", "--report", "json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -103,18 +104,22 @@ def test_made_up_traces_are_simulated_by_their_names(call, capsys):
     (["--fit", "run.trace"], "without --out"),
     (["--fit", "run.trace", "--out", "c.json", "--workload", "w.json"], "simulates nothing"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "size=1"], "is not a sweep"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=0"], "0 is too small; expected at least 1"),
+    (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale: -1 is out of range"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=0"],
+     "0 is too small; expected at least 1"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "request_rate=0"], "expected a finite number above 0"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=1000001"], "expected at most 1000000"),
-    (["--cost", "cost.json", "--workload", "w.json", "--max-batch", "999999999999"],
-     "--max-batch: 999999999999 is too large; expected at most 1000000"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=1000001"], "expected at most 1000000"),
+    (["--cost", "cost.json", "--workload", "w.json", "--max-batch-size", "999999999999"],
+     "--max-batch-size: 999999999999 is too large; expected at most 1000000"),
     (["--cost", "cost.json", "--workload", "w.json", "--max-num-sequences", "1000001"], "expected at most 1000000"),
     (["--cost", "cost.json", "--workload", "w.json", "--replicas", "10001"],
      "--replicas: 10001 is too large; expected at most 10000"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "policy=fast"], "has the value 'fast'"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2,2"], "a value twice"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2", "--sweep", "max_batch=4"], "twice"),
-    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch=2", "--trace", "t"], "--trace and --sweep"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=2,2"], "a value twice"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=2", "--sweep", "max_batch_size=4"],
+     "twice"),
+    (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=2", "--trace", "t"],
+     "--trace and --sweep"),
     (["--cost", "cost.json", "--workload", "w.json", "--concurrency", "2", "--request-rate", "1"], "leave one out"),
     (["--cost", "cost.json", "--workload", "w.json", "--out", "no/such/folder"], "--out: no/such/folder"),
     (["--cost", "cost.json", "--workload", "w.json", "--plot", "p"], "without --sweep"),
@@ -132,14 +137,12 @@ def test_wrong_arguments_are_refused(call, arguments, told, capsys):
     (["--cost", "none.json", "--workload", "w.json"], "none.json cannot be read"),
     (["--cost", "w.json", "--workload", "w.json"], "w.json is not a cost model"),
     (["--cost", "cost.json", "--workload", "none"], "none"),
-    (["--cost", "cost.json", "--workload", "run.trace"], "; set another format with --dataset-format"),
+    (["--cost", "cost.json", "--workload", "run.trace"], "; set another format with --format"),
     (["--cost", "cost.json", "--workload", "cost.json"], "cost.json"),
-    (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale is -1"),
-    (["--cost", "cost.json", "--workload", "w.json", "--request-rate", "-1"], "--request-rate is -1"),
     (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "3"], "which is 0 blocks"),
     (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-in-paged-kvcache", "99999999999999"],
      "expected 1 to 10,000,000 blocks"),
-    (["--cost", "cost.json", "--workload", "w.json", "--max-tokens-per-step", "8", "--trace", "t", "--out", "o"],
+    (["--cost", "cost.json", "--workload", "w.json", "--max-num-tokens", "8", "--trace", "t", "--out", "o"],
      "max_num_tokens is 8"),
     (["--cost", "cost.json", "--workload", "w.json", "--replicas", "10000", "--max-tokens-in-paged-kvcache",
       "640000000"], "10,000 replicas with 10,000,000 blocks and 32 requests each need about 14,901 GiB; expected at "),
@@ -192,7 +195,7 @@ def test_a_fit_with_a_large_error_is_refused_and_writes_nothing(folder, capsys):
 
 def test_every_simulation_tells_the_error_of_its_fit(call, folder, capsys):
     words = CostModel.read(folder / "cost.json").error.words()
-    for more in ((), ("--sweep", "max_batch=2,4")):
+    for more in ((), ("--sweep", "max_batch_size=2,4")):
         assert call(*more) == 0
         assert words in capsys.readouterr().out
 
@@ -238,7 +241,7 @@ def test_no_torch_is_imported(folder):
     assert subprocess.run([sys.executable, "-c", code], cwd=folder, stdout=subprocess.DEVNULL).returncode == 0
 
 
-@pytest.mark.parametrize("option, value", [("--seed", "x"), ("--replicas", "1.5")])
+@pytest.mark.parametrize("option, value", [("--scatter-seed", "x"), ("--replicas", "1.5")])
 def test_what_is_no_whole_number_is_named(option, value, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--cost", "c", "--workload", "w", option, value])

@@ -42,8 +42,8 @@ def test_figures_are_near_the_measured_ones(cost, name):
     arrival_s, inputs, outputs = (np.array(column) for column in zip(*run["requests"], strict=True))
     options = dict(zip(run["settings"][::2], map(int, run["settings"][1::2]), strict=True))
     settings = EngineSettings(
-        num_blocks=cost.about["num_blocks"], max_seq_len=4096, max_batch_size=options.get("--max-batch", 32),
-        max_num_tokens=options.get("--max-tokens-per-step", 512))
+        num_blocks=cost.about["num_blocks"], max_seq_len=4096, max_batch_size=options.get("--max-batch-size", 32),
+        max_num_tokens=options.get("--max-num-tokens", 512))
     errors = {"output_tok_s": [], "ttft_ms_p99": [], "itl_ms_p99": []}
     for seed in range(5):                           # the tails of so few requests vary by seed
         found = point_fields(simulate(Traffic.of_lengths(arrival_s, inputs, outputs), settings, cost, seed=seed),

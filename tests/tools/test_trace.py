@@ -204,7 +204,7 @@ def file_of(tmp_path, traced, new_request):
 def test_the_command(file_of, tmp_path, capsys):
     assert main(["why", "3", str(file_of)]) == 0
     assert capsys.readouterr().out.startswith("request 3: ")
-    assert main(["slowest", str(file_of), "--count", "2"]) == 0
+    assert main(["slowest", str(file_of), "--num-requests", "2"]) == 0
     told = capsys.readouterr().out
     assert told.index("request 3: ") < told.index("request 2: ") and "request 1: " not in told
     assert main(["why", "9", str(file_of)]) == 1
@@ -273,8 +273,8 @@ def test_a_full_disk_is_one_line_and_status_2(command, way_out, file_of, tmp_pat
 def test_slowest_none_is_refused(file_of, capsys):
     for count in ("0", "-1"):
         with pytest.raises(SystemExit, match="2"):
-            main(["slowest", str(file_of), "--count", count])
-        assert f"--count is {count}; expected 1 or more" in capsys.readouterr().err
+            main(["slowest", str(file_of), "--num-requests", count])
+        assert f"--num-requests: {count} is too small; expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content, told", [

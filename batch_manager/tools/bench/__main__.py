@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
     options = parse_options(argv, program=program, report=report)
     logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
     # torch reads this variable on import, for all of its threads. The manager's num_threads is applied later.
-    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
     measurement = None
     try:
         workload, notes = read_requests(options)

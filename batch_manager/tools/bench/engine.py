@@ -7,11 +7,9 @@ from typing import Any
 
 from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...gpt_manager import GptManager
-from ...names import SchedulerPolicy, TrtGptModelType
+from ...names import TrtGptModelType
+from ..shared_options import POLICIES
 
-POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
-            "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
-DTYPES = ("auto", "bfloat16", "float32")
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
@@ -71,13 +69,13 @@ def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | Non
             kv_cache_config=KvCacheConfig(**kv_cache),
             enable_trt_overlap=options.enable_trt_overlap,
             enable_chunked_context=options.chunked_context,
-            max_batch_size=options.max_batch,
-            max_num_tokens=options.max_tokens_per_step,
+            max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens,
             max_num_sequences=options.max_num_sequences,
             device=options.device,
             dtype=options.dtype,
             load_format=options.load_format,
-            num_threads=options.threads,
+            num_threads=options.num_threads,
             cuda_graphs=options.cuda_graphs,
             cpu_compile=options.cpu_compile,
             model_implementation=options.model_implementation),

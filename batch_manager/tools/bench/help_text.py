@@ -2,7 +2,7 @@
 
 ABOUT = """Serve a workload through the callbacks of a GptManager and measure how fast it is.
 
-    batch-manager workload --out offline.json
+    batch-manager workload --tokenizer FOLDER --out offline.json
     batch-manager bench --model FOLDER --workload offline.json --out result.json
     batch-manager bench --model FOLDER --workload offline.json --request-rate 2 --slo-ttft-ms 500 --slo-itl-ms 50
     batch-manager bench --model FOLDER --workload offline.json --sweep concurrency=1,2,4,8,16 --plot plots

@@ -1,30 +1,35 @@
 """The arrival process of a workload."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import numpy as np
+from ..datasets.selection import arrival_times
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The arrival process. At most one of rate and concurrency is set.
+    """The arrival process.
 
-    If neither is set, requests arrive at the times of the workload.
+    If neither rate nor concurrency is set, requests arrive at the times of the workload.
 
-    request_rate   requests/s; 0 or less: all at once
-    concurrency    requests in progress at a time; the next request arrives when one is done
-    exponential    distribution of the times between arrivals, used with a rate. True: exponential (a Poisson process);
-                   False: all equal
+    request_rate   requests/s; 0: all at once
+    concurrency    requests in progress at a time. Without a rate above 0, the next request arrives when one is done
+                   (a closed loop). With one, arrived requests wait until fewer are in progress
+    delays         times between arrivals, used with a rate: "exponential" (a Poisson process) or "constant"
     random_seed    seed of the exponential times
     repetitions    how often the workload is served, one time after the other, with new ids; used with a rate
     """
 
     request_rate: float | None = None
     concurrency: int | None = None
-    exponential: bool = False
+    delays: str = "exponential"
     random_seed: int = 0
     repetitions: int = 1
+
+    @property
+    def is_closed(self) -> bool:
+        return self.concurrency is not None and not self.request_rate
 
     def arriving(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of the requests with the arrival times of this load.
@@ -34,7 +39,7 @@ class Load:
         If `request_rate` is above 0, the requests keep the order of their times in the workload, and the first
         one arrives at 0 s. A repeated request has the key `repetition`, the number of times it was served before.
         """
-        if self.concurrency is not None or (self.request_rate is not None and self.request_rate <= 0):
+        if self.is_closed or self.request_rate == 0:
             return [dict(request, arrival_s=0.0) for request in requests]
         if self.request_rate is None:
             return requests
@@ -43,11 +48,8 @@ class Load:
             step = 1 + max(request["id"] for request in requests)
             ordered = [dict(request, id=request["id"] + number * step, repetition=number)
                        for number in range(self.repetitions) for request in ordered]
-        between = np.full(len(ordered), 1 / self.request_rate)
-        if self.exponential:
-            between = np.random.default_rng(self.random_seed).exponential(1 / self.request_rate, len(ordered))
-        arrivals = np.cumsum(between) - between[0]
-        return [dict(request, arrival_s=round(float(arrival), 6))
+        arrivals = islice(arrival_times(self.request_rate, self.delays, self.random_seed), len(ordered))
+        return [dict(request, arrival_s=arrival)
                 for request, arrival in zip(ordered, arrivals, strict=True)]
 
     def offered_rate(self, requests: list[dict[str, Any]]) -> float | None:
@@ -57,4 +59,4 @@ class Load:
         """
         arrivals = [request["arrival_s"] for request in requests]
         span = max(arrivals) - min(arrivals)
-        return (len(arrivals) - 1) / span if self.concurrency is None and span > 0 else None
+        return (len(arrivals) - 1) / span if not self.is_closed and span > 0 else None

@@ -92,7 +92,7 @@ class Measurement:
     def _find_saturation(self) -> Saturation:
         options = self._options
         bounds, share = bounds_of(options), options.slo_share
-        repeated = repetitions(self._workload["n"], max(options.max_batch, options.max_num_sequences or 0))
+        repeated = repetitions(self._workload["n"], max(options.max_batch_size, options.max_num_sequences or 0))
 
         def holds(rate: float) -> bool:
             load = replace(load_of(options, request_rate=rate), repetitions=repeated)

@@ -2,35 +2,28 @@
 
 import argparse
 import math
-import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from ...config import BLOCK_SIZES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS, KvCacheConfig
+from ...config import LOAD_FORMATS, KvCacheConfig
 from ...names import TrtGptModelType
-from ..command_parser import CommandParser
+from ..command_parser import CommandParser, at_least, number, positive, rate
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
-from ..workload import at_least
-from .engine import DTYPES, POLICIES
+from ..shared_options import FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
 from .help_text import ABOUT, HOW_IT_ENDS
 from .original_options import help_text, rewritten
 
 TYPES = {"IFB": "InflightFusedBatching", "UIFB": "InflightBatching"}
 LOG_LEVELS = {"verbose": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "internal_error": "CRITICAL"}
 SWEPT = ("request_rate", "concurrency")
-LEAST_RATE = 1e-6           # requests/s: one in 11 days
 DEFAULT_KV_GIB = 1.0
+# Option -> the option without which it has no effect.
+NEEDS = {"slo_share": "find_saturation", "max_probes": "find_saturation",
+         "static_emulated_timeout": "static_emulated_batch_size"}
 OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace")
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A help formatter with wide columns, so that the help of most options takes one line."""
-
-    def __init__(self, prog: str) -> None:
-        columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
-        super().__init__(prog, max_help_position=40, width=columns - 2)
 
 
 def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench",
@@ -41,7 +34,7 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
     report    default of --report
     """
     parser = CommandParser(prog=program, description=ABOUT, epilog=f"{help_text()}\n\n{HOW_IT_ENDS}",
-                           formatter_class=HelpFormatter, allow_abbrev=False,
+                           formatter_class=HelpFormatter,
                            usage=f"{program} --model FOLDER --workload FILE [option ...]\n"
                                  f"       {program} --compare A.json B.json")
     _add_engine(parser)
@@ -58,92 +51,70 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
-    flag = argparse.BooleanOptionalAction
-    add("--model", type=Path, required=True, metavar="FOLDER",
-        help="folder of a Hugging Face checkpoint, or a .gguf file")
+    shared = partial(add_shared, add)
+    shared("--model", type=Path, required=True)
     add("--api", choices=("gptManager",), default="gptManager",
         help="for command lines of gptManagerBenchmark; only gptManager is available")
     add("--type", type=lambda name: TYPES.get(name, name), choices=TrtGptModelType.__members__,
         default=TrtGptModelType.InflightFusedBatching.name, metavar="NAME",
         help=f"batching scheme: {', '.join(TrtGptModelType.__members__)} (InflightFusedBatching)")
-    add("--policy", choices=POLICIES, default="guaranteed_no_evict",
-        help="scheduler policy (guaranteed_no_evict)")
-    add("--max-batch", type=at_least(1), metavar="N", default=32,
-        help="requests in one step: max_batch_size (32)")
-    add("--max-tokens-per-step", type=at_least(1), metavar="N", default=512,
-        help="tokens in one step: max_num_tokens (512)")
-    add("--max-num-sequences", type=int, metavar="N", help="requests active at a time; -1: unbounded (as --max-batch)")
-    add("--chunked-context", action=flag,
-        help="compute long prompts in chunks (on; not available with V1)")
-    add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
+    shared("--policy", shown="guaranteed_no_evict", default="guaranteed_no_evict")
+    shared("--max-batch-size", shown="32", default=32)
+    shared("--max-num-tokens", shown="512", default=512)
+    shared("--max-num-sequences", "-1: unbounded", "as --max-batch-size")
+    shared("--chunked-context", shown="on; not available with V1")
+    shared("--enable-trt-overlap", shown="off", default=False)
     add("--kv-gib", type=positive, metavar="GIB",
         help="size of the KV cache pool in GiB, set through KvCacheConfig.max_tokens (1)")
-    add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
-        help="size of the KV cache pool in tokens, instead of --kv-gib")
-    add("--kv-cache-free-gpu-mem-fraction", type=positive, metavar="X",
-        help="share of the free memory for the KV cache pool; alone, or with --max-tokens-in-paged-kvcache")
-    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
-        help=f"tokens in a block of the KV cache ({KvCacheConfig().tokens_per_block})")
-    add("--block-reuse", action=flag, default=False,
-        help="KvCacheConfig.enable_block_reuse (off)")
+    shared("--max-tokens-in-paged-kvcache", "instead of --kv-gib")
+    shared("--kv-cache-free-gpu-mem-fraction", "alone, or with --max-tokens-in-paged-kvcache")
+    shared("--tokens-per-block", shown=f"{KvCacheConfig().tokens_per_block}", default=KvCacheConfig().tokens_per_block)
+    shared("--block-reuse", shown="off", default=False)
     add("--kv-host-cache-bytes", type=at_least(0), metavar="N", default=0,
         help="host memory for evicted reusable blocks (0)")
     add("--max-attention-window", type=at_least(1), metavar="N", help="tokens that a query attends to (all)")
     add("--sink-token-length", type=at_least(0), metavar="N", default=0,
         help="sink tokens: first tokens that stay visible outside the window (0)")
-    add("--device", metavar="NAME", help='"cpu", "cuda", "cuda:1" (cuda if available)')
-    add("--threads", type=at_least(1), metavar="N", default=2, help="threads of a CPU backend (2)")
-    add("--dtype", choices=DTYPES, default="bfloat16",
-        help="data type of weights and KV cache; auto: as GptManager and batch-manager inspect choose it (bfloat16)")
+    shared("--device", shown="cuda if available")
+    shared("--num-threads", shown="2", default=2)
+    shared("--dtype", "auto: as GptManager and batch-manager inspect choose it", "bfloat16", default="bfloat16")
     add("--load-format", choices=LOAD_FORMATS, default="auto",
         help='"dummy": random weights; only config.json is needed (auto)')
-    add("--cpu-compile", action=flag, default=None,
+    add("--cpu-compile", action=FLAG, default=None,
         help="run CPU steps as compiled code (on if the model and the processor support it)")
-    add("--cuda-graphs", action=flag, default=None, help="replay captured graphs on a GPU (off)")
-    add("--model-implementation", choices=MODEL_IMPLEMENTATIONS, default="auto",
-        help="implementation of the model (auto)")
+    add("--cuda-graphs", action=FLAG, default=None, help="replay captured graphs on a GPU (off)")
+    shared("--model-implementation", shown="auto", default="auto")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--workload", type=Path, required=True, metavar="FILE",
-        help="the requests: a file of batch-manager workload, a dataset of gptManagerBenchmark, texts or a trace")
-    add("--dataset-format", choices=FORMATS, help="format of the workload (by content)")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer for texts (the model's)")
-    add("--output-tokens", type=at_least(1), metavar="N", help="output length of texts that do not specify one")
-    add("--time-scale", type=positive, default=1.0, metavar="X",
-        help="multiply the recorded arrival times: 0.5 is twice as fast (1)")
-    add("--sort", action="store_true", help="sort a trace by arrival; by default, decreasing times are refused")
-    add("--max-num-samples", type=at_least(1), metavar="N", help="serve only the first N requests (all)")
-    add("--request-rate", type=_rate, metavar="R",
-        help="requests/s, instead of the workload's own arrival times; negative or inf: all at once")
-    add("--enable-exp-delays", action=argparse.BooleanOptionalAction, default=False,
-        help="with --request-rate: a Poisson process, instead of equal intervals (off)")
-    add("--random-seed", type=at_least(0), metavar="N", default=420, help="seed of the Poisson process (420)")
-    add("--concurrency", type=at_least(1), metavar="N",
-        help="N requests in progress at a time; the next one arrives when one is done")
+    shared = partial(add_shared, add)
+    shared("--workload", "a file of batch-manager workload, a dataset, texts or a trace", type=Path, required=True)
+    shared("--format", shown="by content", choices=FORMATS)
+    shared("--tokenizer", "for texts", "the model's", type=Path)
+    shared("--output-tokens", "of texts that do not specify it", type=at_least(1))
+    shared("--concurrency", "alone: the next one arrives when one is done, whatever the recorded times; with "
+           "--request-rate: arrived requests wait in the client, which counts as latency", "any")
     add("--first-batch-delay", type=_not_negative, default=0.0, metavar="MS",
         help="milliseconds before the first request is submitted; they count as latency (0)")
     add("--static-emulated-batch-size", type=at_least(1), metavar="N",
         help="submit whole batches of N requests, each when the previous one is done")
     add("--static-emulated-timeout", type=_not_negative, default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
-    add("--sweep", type=_sweep, action="append", metavar="NAME=V,V,...",
-        help=f"serve the workload once for each value of {' or '.join(SWEPT)}, on one engine")
+    shared("--sweep", f"of {' or '.join(SWEPT)}, on one engine", type=_sweep)
     add("--find-saturation", action="store_true",
         help="search for the highest sustained request rate: requests are completed at 0.95 of the rate or more while "
              "they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of less "
-             "than 8 full batches is repeated, up to 2,048 requests")
+             "than 16 full batches is repeated, up to 2,048 requests")
     add("--max-probes", type=at_least(2), metavar="N", default=8,
         help="most runs of --find-saturation, including the first with all requests at once (8)")
+    add_selection_arguments(parser)
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
-    flag = argparse.BooleanOptionalAction
-    add("--streaming", action=flag,
-        help="a response for every token; otherwise e2e is the only latency (on; off for V1 and beams)")
-    add("--max-prompt-len", type=at_least(1), metavar="N", help="truncate longer prompts to N tokens")
+    flag = FLAG
+    add_shared(add, "--streaming", "otherwise e2e is the only latency", "on; off for V1 and beams")
     add("--beam-width", type=at_least(1), metavar="N", default=1,
         help="beams per request; only the tokens of the best one are counted (1)")
     add("--eos-id", type=at_least(-1), metavar="N", default=-1,
@@ -159,33 +130,27 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     add = parser.add_argument_group("measuring and output").add_argument
     add("--warm-up", type=at_least(0), metavar="N", default=1,
         help="full batches of the run, of at most 1,024 requests, that are served before the measurement (1)")
-    add("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: upper bound on the time to the first token")
-    add("--slo-itl-ms", type=positive, metavar="MS",
-        help="goodput: upper bound on the mean time between the tokens of a request")
-    add("--slo-e2e-ms", type=positive, metavar="MS", help="goodput: upper bound on the time to the last token")
-    add("--slo-share", type=_share, default=0.9, metavar="S",
-        help="share of the requests that must be within the bounds, for --find-saturation (0.9)")
+    shared = partial(add_shared, add)
+    shared("--slo-ttft-ms")
+    shared("--slo-itl-ms")
+    shared("--slo-e2e-ms")
+    shared("--slo-share", "for --find-saturation", "0.9", type=_share, default=0.9)
     add("--queue-times", action="store_true",
         help="measure the time from arrival to the first step, which costs some host time in every iteration")
     add("--busy-neighbours", type=at_least(0), metavar="N", default=0,
         help="run N processes that compute without a pause during the run (0)")
-    add("--variant", metavar="TEXT", default="", help="a label for the result")
-    add("--out", type=Path, metavar="FILE", help="write the result as JSON")
-    add("--report", choices=("table", "json", "lines", "none"), default=report,
-        help="print a table, the result as one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name "
-             f"value\" ({report})")
-    add("--output-csv", type=Path, metavar="FILE",
-        help="write a table with gptManagerBenchmark's names, one row per run")
+    shared("--variant")
+    shared("--out", "the result as JSON")
+    shared("--report", "a table, one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name value\"", report,
+           choices=("table", "json", "lines", "none"), default=report)
+    shared("--output-csv")
     add("--responses-json-file", type=Path, metavar="FILE", help="write the tokens of every request as JSON")
     add("--stats-csv", type=Path, metavar="FILE", help="write the manager's statistics, one row per iteration")
     add("--log-iteration-data", action="store_true", help="print the statistics of each iteration on stderr")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="level of the package's log on stderr (warning)")
-    add("--trace", type=Path, metavar="FILE",
-        help="write a trace of the runs, for `batch-manager trace` and `draw`")
-    add("--plot", type=Path, metavar="FOLDER",
-        help="write plots as SVG: tokens of the steps, KV cache, times by batch size and, for a sweep, latency by "
-             "throughput")
-    add("--quiet", action="store_true", help="do not show progress on stderr")
+    shared("--trace")
+    shared("--plot", "tokens of the steps, KV cache, times by batch size and, for a sweep, latency by throughput")
+    shared("--quiet")
     add("--compare", nargs=argparse.REMAINDER, metavar="FILE",
         help="must be the first option: compare results like `batch-manager compare`, without serving")
 
@@ -193,44 +158,18 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
 # ---------------------------------------------------------------------- values
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def positive(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; expected a finite number above 0")
-    return value
-
-
 def _not_negative(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is out of range; expected a finite number of at least 0")
     return value
 
 
 def _share(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is out of range; expected more than 0 and at most 1")
     return value
-
-
-def _rate(text: str) -> float:
-    """Return the rate in requests/s. Returns 0.0 for a negative or infinite rate: all requests arrive at once."""
-    value = _number(text)
-    if value == 0 or math.isnan(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or a negative number or "
-                                         "inf for all at once")
-    if 0 < value < LEAST_RATE:
-        raise argparse.ArgumentTypeError(f"{text} is too low; expected at least {LEAST_RATE:f} requests/s, or a "
-                                         "negative number or inf for all at once")
-    return value if 0 < value < math.inf else 0.0
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
@@ -240,7 +179,7 @@ def _sweep(text: str) -> tuple[str, list[float]]:
         expected = " or ".join(f"{known}=1,2,4" for known in SWEPT)
         raise argparse.ArgumentTypeError(f"{text!r} is not a sweep; expected {expected}")
     try:
-        values = [_rate(value) if name == "request_rate" else at_least(1)(value) for value in listed.split(",")]
+        values = [rate(value) if name == "request_rate" else at_least(1)(value) for value in listed.split(",")]
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     if len(set(values)) != len(values):
@@ -276,10 +215,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.compare is not None:
         parser.error("--compare was given after other options; expected it as the first option, followed by results; "
                      "leave out the others")
+    replaced = [] if options.sweep is None else [("sweep", options.sweep[0])]
     for names in (("kv_gib", "max_tokens_in_paged_kvcache"), ("kv_gib", "kv_cache_free_gpu_mem_fraction"),
-                  ("request_rate", "concurrency"), ("sweep", "find_saturation"), ("sweep", "request_rate"),
-                  ("sweep", "concurrency"), ("find_saturation", "request_rate"), ("find_saturation", "concurrency"),
-                  ("sweep", "stats_csv"), ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"),
+                  ("sweep", "find_saturation"), ("find_saturation", "request_rate"), *replaced, ("sweep", "stats_csv"),
+                  ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"),
                   ("find_saturation", "responses_json_file")):
         if all(getattr(options, name) not in (None, False) for name in names):
             first, second = (f"--{name.replace('_', '-')}" for name in names)
@@ -290,9 +229,11 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
                      "leave out --time-scale, or leave out --request-rate, --concurrency, --sweep and "
                      "--find-saturation")
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
-    if options.enable_exp_delays and not (options.request_rate or swept or options.find_saturation):
-        parser.error("--enable-exp-delays was given without a rate; expected --request-rate, a sweep of it, or "
-                     "--find-saturation; add one, or leave out --enable-exp-delays")
+    complete_selection(options, parser, has_rate=bool(options.request_rate or swept or options.find_saturation))
+    for name, needed in NEEDS.items():
+        if getattr(options, name) != parser.get_default(name) and getattr(options, needed) in (None, False):
+            first, second = (f"--{each.replace('_', '-')}" for each in (name, needed))
+            parser.error(f"{first} was given without {second}, which alone uses it; add {second}, or leave out {first}")
     if options.plot is not None and options.type == TrtGptModelType.V1.name:
         parser.error("--plot was given with --type V1, which has no statistics of iterations; expected an in-flight "
                      "type; choose one, or leave out --plot")

@@ -11,11 +11,11 @@ ALIASES = {
     "engine-dir": "model",
     "dataset": "workload",
     "scheduler-policy": "policy",
-    "max-batch-size": "max-batch",
-    "max-num-tokens": "max-tokens-per-step",
+    "max-num-samples": "num-requests",
+    "max-prompt-len": "max-input-tokens",
     "enable-kv-cache-reuse": "block-reuse",
     "enable-chunked-context": "chunked-context",
-    "num-prompts": "max-num-samples",
+    "num-prompts": "num-requests",
     "max-concurrency": "concurrency",
 }
 
@@ -29,7 +29,9 @@ DIFFERENCES = {
     "streaming": "default: on, except for V1 and beams",
     "exclude_input_in_output_seq": "default: on",
     "warm_up": "full batches with their own prompts (default: 1), not copies of the first sample (2)",
-    "request_rate": "default: the arrival times of the workload",
+    "request_rate": "a Poisson process unless --delays is constant; default: the arrival times of the workload",
+    "enable_exp_delays": "on by default: --delays exponential; =false is --delays constant",
+    "random_seed": "default: 0",
     "log_level": "default: warning",
 }
 
@@ -57,6 +59,7 @@ REFUSED = {
     "cuda-graph-mode": "use --cuda-graphs",
     "cuda-graph-cache-size": "the number of graphs is not limited",
 }
+VALUES = {"--enable-exp-delays": "--delays=exponential", "--no-enable-exp-delays": "--delays=constant"}
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -77,7 +80,10 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         name = _own_name(name.replace("_", "-"))
         if reason := REFUSED.get(name.removeprefix("--")):
             parser.error(f"{argument.partition('=')[0]} of gptManagerBenchmark is not supported: {reason}")
-        if equals and name in flags and value.lower() in TRUTHS:
+        if name in VALUES and (not equals or value.lower() in TRUTHS):
+            is_on = (TRUTHS[value.lower()] if equals else True) is (name == "--enable-exp-delays")
+            out.append(VALUES["--enable-exp-delays" if is_on else "--no-enable-exp-delays"])
+        elif equals and name in flags and value.lower() in TRUTHS:
             negated = f"--no-{name.removeprefix('--')}"
             if TRUTHS[value.lower()]:
                 out.append(name)

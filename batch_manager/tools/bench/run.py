@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...config import Parts
-from ..datasets import DatasetError, ReadReport, Selection, read_workload
+from ..datasets import DatasetError, ReadReport, read_workload, selection_of
 from ..output_file import output_file
 from .engine import precision_of, vocabulary_of
 from .errors import InputError
@@ -50,9 +51,9 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "precision": precision,
         "workload": options.workload.name,
         "n": workload["n"],
-        "threads": options.threads,
-        "max_batch": options.max_batch,
-        "max_tokens_per_step": options.max_tokens_per_step,
+        "threads": options.num_threads,
+        "max_batch": options.max_batch_size,
+        "max_tokens_per_step": options.max_num_tokens,
         "load_s": round(session.load_s, 1),
         "python": python_version(),
         "kv_precision": precision,
@@ -77,6 +78,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
     return {
         "mode": mode_of(workload, load),
         "request_rate": load.request_rate,
+        "delays": load.delays if load.request_rate else None,
         "concurrency": load.concurrency,
         "offered_rate": None if offered is None else round(offered, 4),
         "wall_s": round(served.wall_s, 4),
@@ -96,7 +98,7 @@ def load_of(options: argparse.Namespace, **swept: float | None) -> Load:
     swept   request_rate or concurrency of one point of a sweep; replaces the value in the options
     """
     return Load(**{"request_rate": options.request_rate, "concurrency": options.concurrency,
-                   "exponential": options.enable_exp_delays, "random_seed": options.random_seed, **swept})
+                   "delays": options.delays, "random_seed": options.random_seed, **swept})
 
 
 def bounds_of(options: argparse.Namespace) -> Bounds:
@@ -104,7 +106,7 @@ def bounds_of(options: argparse.Namespace) -> Bounds:
 
 
 def mode_of(workload: Mapping[str, Any], load: Load) -> str:
-    if load.concurrency is not None:
+    if load.is_closed:
         return "closed loop"
     if load.request_rate is None:
         return workload["mode"]
@@ -112,9 +114,7 @@ def mode_of(workload: Mapping[str, Any], load: Load) -> str:
 
 
 def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the workload after --max-num-samples and --max-prompt-len are applied.
-
-    Raises InputError if the workload is invalid.
+    """Return the workload if it is valid. Raises InputError if not.
     """
     needed = {"vocab", "mode", "n", "requests"}
     if not isinstance(workload, dict) or not needed <= workload.keys() or not workload["requests"]:
@@ -129,11 +129,7 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
     if len(set(ids)) != len(ids):
         twice = next(request_id for number, request_id in enumerate(ids) if request_id in ids[:number])
         raise InputError(f"the id {twice} occurs twice in {options.workload}; expected unique ids")
-    if options.max_num_samples is not None:
-        requests = requests[:options.max_num_samples]
-    if options.max_prompt_len is not None:
-        requests = [dict(request, prompt=request["prompt"][:options.max_prompt_len]) for request in requests]
-    return dict(workload, requests=requests, n=len(requests))
+    return dict(workload, n=len(requests))
 
 
 def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -142,15 +138,15 @@ def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
     Returns the workload, and notes on requests that were left out or truncated. Raises InputError if the file cannot be
     read, and the errors of `read_spec` if the model cannot be read.
     """
-    selection = Selection(count=options.max_num_samples, max_input_tokens=options.max_prompt_len,
-                          time_scale=options.time_scale, sort=options.sort)
     report = ReadReport()
     try:
+        # The rate is that of the load, which a sweep changes.
+        selection = replace(selection_of(options), request_rate=None)
         workload = read_workload(options.workload, selection, vocab_size=vocabulary_of(options),
-                                 format=options.dataset_format, tokenizer=options.tokenizer or options.model,
+                                 format=options.format, tokenizer=options.tokenizer or options.model,
                                  output_tokens=options.output_tokens, report=report)
     except DatasetError as error:
-        raise InputError(str(error.naming("--dataset-format"))) from error
+        raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(str(error)) from error
     return workload, report.notes()

@@ -10,7 +10,7 @@ SUSTAINED_SHARE = 0.95      # least completion rate while requests arrive, as a 
 CLOSE = 1.05                # the search ends when the two rates differ by less than this factor
 GROWTH = 1.5                # factor of the next rate while every rate so far was sustained
 FEWEST_REQUESTS = 10        # with fewer requests, a rate is meaningless
-BATCHES, MOST_REPEATED = 8, 2048    # full batches in a run, up to this number of requests; a smaller workload repeats
+BATCHES, MOST_REPEATED = 16, 2048    # full batches in a run, up to this number of requests; a smaller workload repeats
 
 
 @dataclass(frozen=True, slots=True)

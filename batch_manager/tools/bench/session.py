@@ -92,7 +92,9 @@ class Session:
         self.manager = manager = stack.enter_context(make_manager(
             options, parts, self.kv_tokens, get=client.get, send=client.send, stats=self._stats_callback()))
         # More requests than a run can have at a time would only take time and memory.
-        num_requests = options.max_batch if options.find_saturation else min(options.max_batch, self._workload["n"])
+        num_requests = options.max_batch_size
+        if not options.find_saturation:
+            num_requests = min(num_requests, self._workload["n"])
         for number in range(options.warm_up):
             requests = warm_up_requests(num_requests, vocab_size, max_seq_len, number)
             client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter())
@@ -134,15 +136,18 @@ class Session:
             context_logits=options.return_context_logits, generation_logits=options.return_generation_logits,
             timings=options.queue_times, cache_salt=salt)
         gate = None
-        if options.first_batch_delay or options.static_emulated_batch_size:
+        in_progress = load.concurrency or 0
+        at_most = 0 if load.is_closed else in_progress
+        if options.first_batch_delay or options.static_emulated_batch_size or at_most:
             gate = Gate(options.first_batch_delay * MS, options.static_emulated_batch_size or 0,
-                        options.static_emulated_timeout * MS)
+                        options.static_emulated_timeout * MS, at_most)
         client.stats.clear()
         steps, meter = self.manager.health()["iterations"], ProcessMeter()
         with busy_neighbours(options.busy_neighbours):
             meter.start()
             receipts = client.serve_all(self.manager, requests, streaming=options.streaming,
-                                        started=time.perf_counter(), concurrency=load.concurrency or 0, options=asks,
+                                        started=time.perf_counter(), options=asks,
+                                        concurrency=in_progress if load.is_closed else 0,
                                         gate=gate)
             meter.stop()
         steps = self.manager.health()["iterations"] - steps

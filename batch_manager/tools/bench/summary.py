@@ -55,11 +55,14 @@ def csv_rows(results: Sequence[Result]) -> list[list[Any]]:
 
 def load_words(result: Result) -> str:
     """Describe how the requests arrived."""
-    if result["concurrency"] is not None:
-        return f"concurrency {result['concurrency']}"
-    if result["request_rate"] is None:
-        return "arrival times of the workload" if result["mode"] == "online" else "all at once"
-    return f"{result['request_rate']:g} requests/s" if result["request_rate"] else "all at once"
+    if not result["request_rate"]:
+        if result["concurrency"] is not None:
+            return f"concurrency {result['concurrency']}"
+        is_recorded = result["request_rate"] is None and result["mode"] == "online"
+        return "arrival times of the workload" if is_recorded else "all at once"
+    kind = {"exponential": " (Poisson)", "constant": " (constant)"}.get(result.get("delays"), "")
+    limit = "" if result["concurrency"] is None else f", at most {result['concurrency']} in progress"
+    return f"{result['request_rate']:g} requests/s{kind}{limit}"
 
 
 def table(result: Result) -> str:

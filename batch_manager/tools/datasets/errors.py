@@ -1,6 +1,5 @@
 """Errors in files of requests, with their position."""
 
-import re
 from collections.abc import Iterable
 
 from ...errors import printable
@@ -17,17 +16,8 @@ class DatasetError(ValueError):
     """
 
     def __init__(self, place: str, fact: str, expectation: str, way_out: str = "") -> None:
-        self._parts = place, fact, expectation, way_out
         text = "; ".join(filter(None, (fact, expectation, way_out)))
         super().__init__(f"{printable(place)}: {text}" if place else text)
-
-    def naming(self, format_option: str) -> "DatasetError":
-        """Return this error with the option --format renamed to `format_option` in the fix.
-
-        Some programs use that name for the option.
-        """
-        *others, way_out = self._parts
-        return DatasetError(*others, re.sub(r"--format\b", format_option, way_out))
 
 
 def named_members(names: Iterable[str]) -> str:

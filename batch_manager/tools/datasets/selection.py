@@ -4,17 +4,17 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from ...errors import counted
+from ..shared_options import DELAYS, LONGER
 from ..traffic import PREFIX_TOKENS
 from .errors import DatasetError, quoted
 from .records import MOST_SECONDS, Record, RecordReader
 
-LONGER = ("clip", "drop")
-DELAYS = ("exponential", "constant")
 STREAM_OF_DELAYS = 1    # id of a random stream; the prompts use other streams
 
 
@@ -129,7 +129,7 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
                 return
     if not report.kept:
         facts = [f"the file has {counted(at + 1, 'request')}",
-                 *([f"--first is {selection.first}"] if selection.first else []),
+                 *([f"--skip is {selection.first}"] if selection.first else []),
                  *report.notes()]
         raise DatasetError(reader.place(0).rpartition(":")[0], f"no request is left: {', '.join(facts)}",
                            "expected at least one", "change the selection, or use another file")
@@ -176,9 +176,7 @@ def _times(selection: Selection) -> Callable[[float | None], float]:
     The function must be called once per record, in order.
     """
     start: float | None = None
-    now = 0.0
     rate = selection.request_rate
-    random = np.random.default_rng([selection.seed, STREAM_OF_DELAYS])
 
     def recorded(time_s: float | None) -> float:
         nonlocal start
@@ -188,17 +186,23 @@ def _times(selection: Selection) -> Callable[[float | None], float]:
             start = time_s
         return (time_s - start) * selection.time_scale
 
-    def drawn(_: float | None) -> float:
-        nonlocal now, start
-        if not rate:
-            return 0.0
-        if start is None:
-            start = 0.0
-        else:
-            now += random.exponential(1 / rate) if selection.delays == "exponential" else 1 / rate
-        return round(now, 6)
+    if rate is None:
+        return recorded
+    times = arrival_times(rate, selection.delays, selection.seed) if rate else repeat(0.0)
+    return lambda _: next(times)
 
-    return recorded if rate is None else drawn
+
+def arrival_times(rate: float, delays: str, seed: int) -> Iterator[float]:
+    """Yield the arrival times of requests in seconds, without end; the first is 0.
+
+    rate     requests/s, more than 0
+    delays   times between two requests: "exponential" (a Poisson process) or "constant"
+    seed     seed of the exponential times
+    """
+    random, now = np.random.default_rng([seed, STREAM_OF_DELAYS]), 0.0
+    while True:
+        yield round(now, 6)
+        now += random.exponential(1 / rate) if delays == "exponential" else 1 / rate
 
 
 def _is_number(value: Any) -> bool:
@@ -206,32 +210,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _invalid(name: str, value: Any, expected: str) -> DatasetError:
-    return DatasetError("", f"--{name.replace('_', '-')} is {quoted(value)}", f"expected {expected}")
-
-
-def add_selection_arguments(parser: argparse.ArgumentParser, *, with_seed: bool = True) -> None:
-    """Add to a command's parser the options from which `selection_of` builds a Selection."""
-    add = parser.add_argument_group("which requests, and when").add_argument
-    add("--time-scale", type=float, default=1.0, metavar="X",
-        help="multiply the recorded times: 0.5 is twice as fast (1)")
-    add("--first", type=int, default=0, metavar="N", help="skip the first N requests (0)")
-    add("--count", type=int, metavar="N", help="take at most N requests (all)")
-    add("--max-input-tokens", type=int, metavar="N", help="most tokens of a prompt (any)")
-    add("--max-output-tokens", type=int, metavar="N", help="most tokens of an output (any)")
-    add("--longer", choices=LONGER, default="clip",
-        help="truncate longer ones (clip) or leave the request out (drop); the number is printed (clip)")
-    add("--sort", action="store_true", help="sort a trace by arrival; by default, decreasing times are refused")
-    add("--request-rate", type=float, metavar="R",
-        help="requests/s, instead of the recorded times; 0: all at once (as recorded)")
-    add("--delays", choices=DELAYS, default="exponential",
-        help="times between the requests of a rate (exponential: Poisson)")
-    if with_seed:
-        add("--random-seed", type=int, default=0, metavar="N", help="seed of delays and of random prompts (0)")
+    option = {"first": "skip", "count": "num-requests", "seed": "random-seed"}.get(name, name.replace("_", "-"))
+    return DatasetError("", f"--{option} is {quoted(value)}", f"expected {expected}")
 
 
 def selection_of(options: argparse.Namespace) -> Selection:
     """Return the Selection of the options. Raises DatasetError for invalid values."""
-    return Selection(time_scale=options.time_scale, first=options.first, count=options.count,
+    return Selection(time_scale=options.time_scale, first=options.first, count=options.num_requests,
                      max_input_tokens=options.max_input_tokens, max_output_tokens=options.max_output_tokens,
                      longer=options.longer, sort=options.sort, request_rate=options.request_rate,
                      delays=options.delays, seed=options.random_seed)

@@ -2,7 +2,7 @@
 
     batch-manager draw trace.jsonl                               # as text
     batch-manager draw trace.jsonl --html run.html               # any number of requests and iterations
-    batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
+    batch-manager draw --demo --policy guaranteed_no_evict --num-blocks 20 --svg schedule.svg
 
 A `batch_manager.TraceFile` writes a trace. A program draws a trace with `text.render_text`, `svg.render_svg` or
 `html.write_html`.

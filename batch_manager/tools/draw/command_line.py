@@ -2,7 +2,7 @@
 
     batch-manager draw trace.jsonl                          # as text
     batch-manager draw trace.jsonl --html run.html          # a page for a browser; runs of any size
-    batch-manager draw --demo --policy GUARANTEED_NO_EVICT --num-blocks 20 --svg schedule.svg
+    batch-manager draw --demo --policy guaranteed_no_evict --num-blocks 20 --svg schedule.svg
 
 To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceFile("trace.jsonl"))` in a program. The
 demonstration runs the real scheduler with a scripted model. `draw` prints text if no output file is named, or with
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
-from ...names import ContextChunkingPolicy, SchedulerPolicy
+from ...names import ContextChunkingPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
-from ..command_parser import CommandParser
+from ..command_parser import CommandParser, at_least
 from ..output_file import STANDARD_OUTPUT, OutputError, OutputFiles, name_of, why_not_writable
+from ..shared_options import POLICIES, add_shared
 from ..standard_output import discard_standard_output, print_flushed
-from ..workload import at_least
 from .demo import parse_requests, run_demo
 from .html import summary, write_html
 from .small_run import FOR_SVG, FOR_TEXT, SmallRun
@@ -46,9 +46,6 @@ CHUNKING = {"off": None, "first_come_first_served": ContextChunkingPolicy.FIRST_
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(OF_DEMO)))
-    if options.trace and options.positional:
-        parser.error(f"--trace is {options.trace} and TRACE is {options.positional}; expected one trace")
-    options.trace = options.trace or options.positional
     if bool(options.trace) == options.demo:
         parser.error("expected either a trace or --demo")
     given = [f"--{name.replace('_', '-')}" for name in OF_DEMO if getattr(options, name) is not None]
@@ -90,8 +87,7 @@ def _words(error: Exception, trace: Path | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     first, _, rest = __doc__.partition("\n\n")
     parser = CommandParser(prog="batch-manager draw", description=first, epilog=rest)
-    parser.add_argument("positional", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="the same")
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
     parser.add_argument("--demo", action="store_true", help="run the scheduler with a scripted model and draw that run")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: zoom, search, counters")
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
@@ -102,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     demo = parser.add_argument_group("the demonstration")
     demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
                       help="PROMPT+OUTPUT[@ITERATION], separated by commas (default %(default)s)")
-    demo.add_argument("--policy", default="MAX_UTILIZATION", type=str.upper, choices=SchedulerPolicy.__members__)
-    demo.add_argument("--chunking", default="off", type=str.lower, choices=CHUNKING, help="chunked context")
-    demo.add_argument("--num-blocks", type=int, default=14, help="KV cache blocks (default %(default)s)")
-    demo.add_argument("--tokens-per-block", type=int, default=8, help="tokens in a block (default %(default)s)")
-    demo.add_argument("--max-batch-size", type=int, default=4, help="requests in a step (default %(default)s)")
-    demo.add_argument("--max-num-tokens", type=int, default=48, help="tokens in a step (default %(default)s)")
+    add_shared(demo.add_argument, "--policy", shown="max_utilization", default="max_utilization", type=str.lower)
+    demo.add_argument("--chunking", default="off", type=str.lower, choices=CHUNKING, help="chunked context (off)")
+    demo.add_argument("--num-blocks", type=int, default=14, help="KV cache blocks (14)")
+    add_shared(demo.add_argument, "--tokens-per-block", shown="8", choices=None, default=8)
+    add_shared(demo.add_argument, "--max-batch-size", shown="4", type=int, default=4)
+    add_shared(demo.add_argument, "--max-num-tokens", shown="48", type=int, default=48)
     return parser
 
 
@@ -166,7 +162,7 @@ def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
 
 
 def _title(options: argparse.Namespace) -> str:
-    return f"Demonstration, {options.policy}" if options.demo else options.trace.name
+    return f"Demonstration, {options.policy.upper()}" if options.demo else options.trace.name
 
 
 def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace], str]:
@@ -181,7 +177,7 @@ def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace],
         context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED if chunking is None else chunking,
         max_batch_size=options.max_batch_size, max_num_sequences=options.max_batch_size * 4,
         max_num_tokens=options.max_num_tokens)
-    policy = SchedulerPolicy[options.policy]
+    policy = POLICIES[options.policy]
     heading = [f"{policy.name}, {options.num_blocks} blocks of {options.tokens_per_block} tokens, at most "
                f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
                f"{options.chunking}"]

@@ -30,6 +30,7 @@ def point_fields(run: Run, load: Load, mode: str, bounds: Bounds, simulated_in_s
     return {
         "mode": mode,
         "request_rate": load.request_rate,
+        "delays": load.delays if load.request_rate else None,
         "concurrency": load.concurrency,
         "offered_rate": round((len(stamps) - 1) / span, 4) if load.concurrency is None and span > 0 else None,
         "wall_s": round(wall_s, 4),

@@ -4,16 +4,15 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...config import BLOCK_SIZES, KvCacheConfig
-from ..bench.engine import POLICIES
-from ..bench.options import HelpFormatter, positive
-from ..command_parser import CommandParser
-from ..datasets import FORMATS, add_selection_arguments
+from ..command_parser import CommandParser, at_least, positive
+from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
-from ..workload import at_least
+from ..shared_options import POLICIES, HelpFormatter, add_selection_arguments, add_shared, complete_selection
 from .cost_model import MOST_ERROR, P90_TO_MEDIAN
 from .routing import ROUTING
 
@@ -23,7 +22,7 @@ virtual clock. A cost model predicts the time of each step. No model is loaded.
     batch-manager bench --model FOLDER --workload w.json --trace run.trace          a run to fit the cost model on
     batch-manager simulate --fit run.trace --out cost.json
     batch-manager simulate --cost cost.json --workload w.json                       the run again, simulated
-    batch-manager simulate --cost cost.json --workload sample:azure --request-rate 3 --sweep max_batch=8,16,32 \\
+    batch-manager simulate --cost cost.json --workload sample:azure --request-rate 3 --sweep max_batch_size=8,16,32 \\
         --sweep policy=guaranteed_no_evict,max_utilization --slo-ttft-ms 500 --plot plots
     batch-manager simulate --cost cost.json --workload sample:mooncake --replicas 8 --routing longest-prefix \\
         --block-reuse
@@ -39,7 +38,7 @@ MOST_REQUESTS, MOST_REPLICAS = 1_000_000, 10_000
 FLAGS = {"on": True, "off": False}
 # Setting -> {text: value}, or a function from text to value.
 SWEPT: dict[str, Any] = {
-    "policy": POLICIES, "max_batch": at_least(1, at_most=MOST_REQUESTS), "max_tokens_per_step": at_least(1),
+    "policy": POLICIES, "max_batch_size": at_least(1, at_most=MOST_REQUESTS), "max_num_tokens": at_least(1),
     "max_num_sequences": at_least(1, at_most=MOST_REQUESTS), "chunked_context": FLAGS, "block_reuse": FLAGS,
     "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
     "max_tokens_in_paged_kvcache": at_least(1), "request_rate": positive, "concurrency": at_least(1),
@@ -51,7 +50,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line. An invalid command line ends the program with a message and status 2."""
     parser = CommandParser(
         prog="batch-manager simulate", description=ABOUT, epilog=HOW_IT_ENDS.format(swept=", ".join(SWEPT)),
-        formatter_class=HelpFormatter, allow_abbrev=False,
+        formatter_class=HelpFormatter,
         usage="batch-manager simulate --cost FILE --workload FILE [option ...]\n"
               "       batch-manager simulate --fit TRACE [TRACE ...] --out FILE")
     _add_cost(parser)
@@ -74,29 +73,24 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     add("--max-fit-error", type=positive, default=100 * MOST_ERROR, metavar="PERCENT",
         help="refuse a cost model whose error on held-out steps is larger: of the median step and of the total time, "
              f"and, {P90_TO_MEDIAN:g} times as large, of the 90th percentile ({MOST_ERROR:.0%})".replace("%", "%%"))
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of the scatter of step times (0)")
+    add("--scatter-seed", type=at_least(0), default=0, metavar="N", help="seed of the scatter of step times (0)")
     add("--no-scatter", action="store_true", help="every step takes exactly the predicted time")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
-    flag = argparse.BooleanOptionalAction
-    add("--policy", choices=POLICIES, default="guaranteed_no_evict", help="scheduler policy (guaranteed_no_evict)")
-    add("--max-batch", type=SWEPT["max_batch"], metavar="N", default=32,
-        help="requests in one step: max_batch_size (32)")
-    add("--max-tokens-per-step", type=at_least(1), metavar="N", default=512,
-        help="tokens in one step: max_num_tokens (512)")
-    add("--max-num-sequences", type=SWEPT["max_num_sequences"], metavar="N",
-        help="requests active at a time (as --max-batch)")
-    add("--chunked-context", action=flag, default=True, help="a prompt may be computed in chunks (on)")
-    add("--enable-trt-overlap", action=flag, default=False, help="two micro-batches of disjoint requests (off)")
-    add("--max-tokens-in-paged-kvcache", type=at_least(1), metavar="N",
-        help="tokens of the KV cache pool (as in the fitted traces: the same tokens with --result, the same blocks "
-             "without)")
-    add("--tokens-per-block", type=int, choices=BLOCK_SIZES, default=KvCacheConfig().tokens_per_block,
-        help=f"of the KV cache ({KvCacheConfig().tokens_per_block})")
-    add("--block-reuse", action=flag, default=False, help="KvCacheConfig.enable_block_reuse (off)")
-    add("--max-seq-len", type=at_least(1), metavar="N", help="positions of the model (those of the longest request)")
+    shared = partial(add_shared, add)
+    shared("--policy", shown="guaranteed_no_evict", default="guaranteed_no_evict")
+    shared("--max-batch-size", shown="32", type=SWEPT["max_batch_size"], default=32)
+    shared("--max-num-tokens", shown="512", default=512)
+    shared("--max-num-sequences", shown="as --max-batch-size", type=SWEPT["max_num_sequences"])
+    shared("--chunked-context", shown="on", default=True)
+    shared("--enable-trt-overlap", shown="off", default=False)
+    shared("--max-tokens-in-paged-kvcache", shown="as in the fitted traces: the same tokens with --result, the same "
+           "blocks without")
+    shared("--tokens-per-block", shown=f"{KvCacheConfig().tokens_per_block}", default=KvCacheConfig().tokens_per_block)
+    shared("--block-reuse", shown="off", default=False)
+    shared("--max-seq-len", shown="those of the longest request")
     add("--replicas", type=SWEPT["replicas"], metavar="N", default=1,
         help=f"engines that share the requests, at most {MOST_REPLICAS:,} (1)")
     add("--routing", choices=ROUTING, default="round-robin", help="how requests are assigned to engines (round-robin)")
@@ -104,31 +98,31 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--workload", metavar="FILE", help="the requests: a file of batch-manager workload, a dataset or a trace; "
-                                           "sample:azure and sample:mooncake come with the package")
-    add("--dataset-format", choices=FORMATS, help="format of the workload (by content)")
-    add("--tokenizer", metavar="FOLDER", help="for workloads of texts")
-    add("--output-tokens", type=at_least(1), metavar="N", help="output length of texts that have none")
-    add("--concurrency", type=at_least(1), metavar="N",
-        help="requests in progress at a time; the next one arrives when one is done")
+    shared = partial(add_shared, add)
+    shared("--workload", "a file of batch-manager workload, a dataset, texts or a trace; sample:azure and "
+           "sample:mooncake come with the package")
+    shared("--format", shown="by content", choices=FORMATS)
+    shared("--tokenizer", "for texts")
+    shared("--output-tokens", "of texts that do not specify it", type=at_least(1))
+    shared("--concurrency", "the next one arrives when one is done", "any")
     add_selection_arguments(parser)
-    add("--slo-ttft-ms", type=positive, metavar="MS", help="bound on a request's time to first token, for goodput")
-    add("--slo-itl-ms", type=positive, metavar="MS", help="bound on a request's mean time between tokens, for goodput")
-    add("--sweep", type=_sweep, action="append", default=[], metavar="NAME=V,V,...",
-        help="simulate each value; of several sweeps, each combination")
+    shared("--slo-ttft-ms")
+    shared("--slo-itl-ms")
+    shared("--slo-e2e-ms")
+    shared("--sweep", "of several sweeps, each combination", type=_sweep, default=[])
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, metavar="FILE", help="write the result here, as JSON; with --fit the cost model")
-    add("--output-csv", type=Path, metavar="FILE", help="table with gptManagerBenchmark's names, a row per simulation")
-    add("--report", choices=("table", "json", "none"), default="table", help="on stdout (table)")
-    add("--variant", metavar="TEXT", default="", help="a label for the result")
-    add("--plot", type=Path, metavar="FOLDER", help="draw a sweep into this folder, as SVG")
-    add("--trace", type=Path, metavar="FILE",
-        help="write a trace of the first replica; `batch-manager draw` and `trace` read it")
+    shared = partial(add_shared, add)
+    shared("--out", "the result as JSON; with --fit the cost model")
+    shared("--output-csv")
+    shared("--report", "a table or one line of JSON", "table", choices=("table", "json", "none"), default="table")
+    shared("--variant")
+    shared("--plot", "those of a sweep")
+    shared("--trace", "that of the first replica")
     add("--no-leaps", action="store_true", help="run every iteration one by one: slower, with the same figures")
-    add("--quiet", action="store_true", help="no progress on stderr")
+    shared("--quiet")
 
 
 def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
@@ -178,6 +172,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     given = {name for name in ("concurrency", "request_rate") if getattr(options, name) is not None or name in swept}
     if len(given) > 1:
         parser.error("a concurrency and a request rate were given; only one can determine arrivals; leave one out")
+    complete_selection(options, parser, has_rate=bool(options.request_rate) or "request_rate" in swept)
     if options.trace is not None and options.sweep:
         parser.error("--trace and --sweep were given; a trace records one simulation; leave one of them out")
     if options.plot is not None and not options.sweep:

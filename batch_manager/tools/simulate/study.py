@@ -9,14 +9,14 @@ from typing import Any
 
 from ...errors import counted
 from ...stats.trace import TraceWriter
-from ..bench.engine import POLICIES
 from ..bench.errors import InputError
 from ..bench.load import Load
-from ..bench.metrics import Bounds
 from ..bench.result import provenance, python_version, version_text
+from ..bench.run import bounds_of
 from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
 from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
+from ..shared_options import POLICIES
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
 from .figures import point_fields
@@ -83,12 +83,13 @@ class Study:
         began = time.perf_counter()
         with _Progress(options, len(traffic), label) as watch:
             run = simulate(traffic, self._settings(options, traffic), self._cost, num_replicas=options.replicas,
-                           routing=options.routing, concurrency=options.concurrency, seed=options.seed, trace=trace,
-                           leaps=not options.no_leaps, watch=watch)
-        load = Load(request_rate=options.request_rate, concurrency=options.concurrency)
+                           routing=options.routing, concurrency=options.concurrency, seed=options.scatter_seed,
+                           trace=trace, leaps=not options.no_leaps, watch=watch)
+        load = Load(request_rate=options.request_rate, concurrency=options.concurrency,
+                    delays=options.delays, random_seed=options.random_seed)
         mode = "closed loop" if options.concurrency else "online" if traffic.arrival_s[-1] > 0 else "offline"
         return {"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
-                **point_fields(run, load, mode, Bounds(options.slo_ttft_ms, options.slo_itl_ms),
+                **point_fields(run, load, mode, bounds_of(options),
                                time.perf_counter() - began)}
 
     def _settings(self, options: argparse.Namespace, traffic: Traffic) -> EngineSettings:
@@ -101,18 +102,18 @@ class Study:
             raise InputError(f"the size of the KV cache pool is {tokens} tokens, which is {num_blocks} blocks "
                              f"of {options.tokens_per_block} tokens; expected 1 to {MOST_BLOCKS:,} blocks; set the "
                              "size in tokens with --max-tokens-in-paged-kvcache")
-        num_slots = max(options.max_batch, options.max_num_sequences or 0)
+        num_slots = max(options.max_batch_size, options.max_num_sequences or 0)
         needed = options.replicas * (num_blocks * BYTES_PER_BLOCK + num_slots * BYTES_PER_SLOT + BYTES_PER_REPLICA)
         if needed > (memory := memory_bytes()) * SHARE_OF_MEMORY:
             raise InputError(f"{counted(options.replicas, 'replica')} with {num_blocks:,} blocks and {num_slots:,} "
                              f"requests each need about {needed / 2**30:,.0f} GiB; expected at most half of the "
                              f"{memory / 2**30:,.0f} GiB of memory of this machine; lower --replicas, "
-                             "--max-tokens-in-paged-kvcache or --max-batch")
+                             "--max-tokens-in-paged-kvcache or --max-batch-size")
         longest = int((traffic.input_tokens + traffic.output_tokens).max())
         return EngineSettings(
             num_blocks=num_blocks, max_seq_len=options.max_seq_len or longest,
             tokens_per_block=options.tokens_per_block, policy=POLICIES[options.policy],
-            max_batch_size=options.max_batch, max_num_tokens=options.max_tokens_per_step,
+            max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens,
             max_num_sequences=options.max_num_sequences,
             enable_chunked_context=options.chunked_context, enable_block_reuse=options.block_reuse,
             enable_trt_overlap=options.enable_trt_overlap)
@@ -121,10 +122,10 @@ class Study:
         options = self._options
         try:
             traffic = Traffic.of_records(read_records(
-                options.workload, selection, format=options.dataset_format, tokenizer=options.tokenizer,
+                options.workload, selection, format=options.format, tokenizer=options.tokenizer,
                 output_tokens=options.output_tokens, report=self._report))
         except DatasetError as error:
-            raise InputError(str(error.naming("--dataset-format"))) from error
+            raise InputError(str(error)) from error
         except OSError as error:
             raise InputError(str(error)) from error
         if not len(traffic):
@@ -138,12 +139,12 @@ class Study:
             **provenance(options.command, "none"), "peer": "batch_manager simulate", "variant": options.variant,
             "version": version_text(), "python": python_version(), "workload": Path(options.workload).name,
             "n": len(self._traffic), **{name: cost.about.get(name) for name in OF_THE_RUN}, "streaming": True,
-            "beam_width": 1, "engine": "InflightFusedBatching", "seed": options.seed,
+            "beam_width": 1, "engine": "InflightFusedBatching", "seed": options.scatter_seed,
             "cost": {"file": str(options.cost), "error": "unknown" if cost.error is None else cost.error.words(),
                      "step_error": None if cost.error is None else asdict(cost.error), "about": dict(cost.about)}}
 
     def _fields(self, options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
-        return {"max_batch": options.max_batch, "max_tokens_per_step": options.max_tokens_per_step,
+        return {"max_batch": options.max_batch_size, "max_tokens_per_step": options.max_num_tokens,
                 "scheduler": options.policy, "chunked_context": options.chunked_context,
                 "block_reuse": options.block_reuse, "tokens_per_block": options.tokens_per_block,
                 "kv_tokens": num_blocks * options.tokens_per_block, "routing": options.routing}

@@ -1,0 +1,132 @@
+"""The options that several commands of batch-manager have. One quantity has one name, one meaning and one type."""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import BLOCK_SIZES, DTYPES, MODEL_IMPLEMENTATIONS
+from ..names import SchedulerPolicy
+from .command_parser import at_least, positive, rate
+
+LONGER = ("clip", "drop")
+DELAYS = ("exponential", "constant")
+POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
+            "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
+FLAG = argparse.BooleanOptionalAction
+MOST_DRAWN = 10_000_000        # requests
+
+# Name -> (meaning, keywords of add_argument). A command may add to the meaning, and has its own default.
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    # which requests, and when
+    "--num-requests": ("number of requests", {"type": at_least(1, at_most=MOST_DRAWN), "metavar": "N"}),
+    "--skip": ("leave out the first N requests", {"type": at_least(0), "metavar": "N"}),
+    "--time-scale": ("multiply the recorded arrival times", {"type": positive, "metavar": "X"}),
+    "--max-input-tokens": ("most tokens of a prompt", {"type": at_least(1), "metavar": "N"}),
+    "--max-output-tokens": ("most tokens of an output", {"type": at_least(1), "metavar": "N"}),
+    "--longer": ("truncate longer ones (clip) or leave the request out (drop), and print how many", {
+        "choices": LONGER}),
+    "--sort": ("sort a trace by arrival; by default, decreasing times are refused", {"action": "store_true"}),
+    "--request-rate": ("requests/s", {"type": rate, "metavar": "R"}),
+    "--delays": ("times between the requests of --request-rate; exponential is a Poisson process", {
+        "choices": DELAYS}),
+    "--random-seed": ("seed of random times, lengths and prompts", {"type": at_least(0), "metavar": "N"}),
+    "--concurrency": ("requests in progress at a time", {"type": at_least(1), "metavar": "N"}),
+    "--format": ("format of the file of requests", {}),
+    "--tokenizer": ("a folder of a model, or a .gguf file, with the tokenizer", {"metavar": "FOLDER"}),
+    "--output-tokens": ("tokens of an output", {"type": at_least(0), "metavar": "N"}),
+    "--turns": ("which turns of a conversation of texts", {"choices": ("first", "all")}),
+    "--workload": ("the requests", {"metavar": "FILE"}),
+    # engine
+    "--model": ("folder of a Hugging Face checkpoint, or a .gguf file", {"metavar": "FOLDER"}),
+    "--policy": ("scheduler policy", {"choices": POLICIES}),
+    "--max-batch-size": ("requests in one step", {"type": at_least(1), "metavar": "N"}),
+    "--max-num-tokens": ("tokens in one step", {"type": at_least(1), "metavar": "N"}),
+    "--max-num-sequences": ("requests active at a time", {"type": int, "metavar": "N"}),
+    "--chunked-context": ("compute long prompts in chunks", {"action": FLAG}),
+    "--enable-trt-overlap": ("two micro-batches of disjoint requests", {"action": FLAG}),
+    "--max-tokens-in-paged-kvcache": ("size of the KV cache pool in tokens", {"type": at_least(1), "metavar": "N"}),
+    "--tokens-per-block": ("tokens in a block of the KV cache", {"type": int, "choices": BLOCK_SIZES}),
+    "--block-reuse": ("KvCacheConfig.enable_block_reuse", {"action": FLAG}),
+    "--kv-cache-free-gpu-mem-fraction": ("share of the free memory for the KV cache pool", {
+        "type": positive, "metavar": "X"}),
+    "--max-seq-len": ("most tokens of a prompt and its output together", {"type": at_least(1), "metavar": "N"}),
+    "--device": ('device of the model, such as "cpu", "cuda" or "cuda:1"', {"metavar": "NAME"}),
+    "--dtype": ("data type of weights and KV cache", {"choices": DTYPES}),
+    "--model-implementation": ("implementation of the model", {"choices": MODEL_IMPLEMENTATIONS}),
+    "--num-threads": ("threads of a CPU backend", {"type": at_least(1), "metavar": "N"}),
+    "--streaming": ("a response for every token", {"action": FLAG}),
+    # figures and output
+    "--slo-ttft-ms": ("goodput: upper bound on the time to the first token", {"type": positive, "metavar": "MS"}),
+    "--slo-itl-ms": ("goodput: upper bound on the mean time between the tokens of a request", {
+        "type": positive, "metavar": "MS"}),
+    "--slo-e2e-ms": ("goodput: upper bound on the time to the last token", {"type": positive, "metavar": "MS"}),
+    "--slo-share": ("goodput: share of the requests that must be within the bounds", {
+        "type": positive, "metavar": "S"}),
+    "--sweep": ("serve the workload once for each value", {"action": "append", "metavar": "NAME=V,V,..."}),
+    "--out": ("the file to write", {"type": Path, "metavar": "FILE"}),
+    "--output-csv": ("write a table with gptManagerBenchmark's names, one row per run", {
+        "type": Path, "metavar": "FILE"}),
+    "--requests-csv": ("write the latencies of every request as CSV, one row per request", {
+        "type": Path, "metavar": "FILE"}),
+    "--report": ("form of the result on the standard output", {}),
+    "--plot": ("write plots as SVG into this folder", {"type": Path, "metavar": "FOLDER"}),
+    "--trace": ("write a trace of the run, for `batch-manager trace` and `draw`", {"type": Path, "metavar": "FILE"}),
+    "--variant": ("a label for the result", {"metavar": "TEXT", "default": ""}),
+    "--quiet": ("do not show progress on stderr", {"action": "store_true"}),
+}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A help formatter with wide columns, so that the help of most options takes one line."""
+
+    def __init__(self, prog: str) -> None:
+        columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        super().__init__(prog, max_help_position=40, width=columns - 2)
+
+
+def add_shared(add: Callable[..., Any], name: str, more: str = "", shown: str = "", **keywords: Any) -> None:
+    """Add the option `name` of `SHARED` to a parser.
+
+    add        the parser's add_argument
+    more       what this command adds to the meaning
+    shown      the default in words; "": the option has none
+    keywords   further keywords of add_argument, such as the default. A type may only narrow that of the table
+    """
+    meaning, shared = SHARED[name]
+    add(name, help="; ".join(filter(None, (meaning, more))) + (f" ({shown})" if shown else ""),
+        **{**shared, **keywords})
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add to a command's parser the options from which `datasets.selection_of` builds a Selection."""
+    add = parser.add_argument_group("which requests, and when").add_argument
+    add_shared(add, "--num-requests", "at most, from the beginning", "all")
+    add_shared(add, "--skip", shown="0", dest="first", default=0)
+    add_shared(add, "--time-scale", "0.5 is twice as fast", "1", default=1.0)
+    add_shared(add, "--max-input-tokens", shown="any")
+    add_shared(add, "--max-output-tokens", shown="any")
+    add_shared(add, "--longer", shown="clip")
+    add_shared(add, "--sort")
+    add_rate_arguments(add, "instead of the recorded times", "as recorded")
+
+
+def add_rate_arguments(add: Callable[..., Any], more: str, shown: str, **keywords: Any) -> None:
+    """Add the options of the arrival times: rate, kind of delays, and seed."""
+    add_shared(add, "--request-rate", "; ".join(filter(None, (more, "0: all at once"))), shown, **keywords)
+    add_shared(add, "--delays", shown="exponential")
+    add_shared(add, "--random-seed", shown="0", default=0)
+
+
+def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_rate: bool) -> None:
+    """Set the defaults of `add_selection_arguments`. Ends the program if an option would have no effect."""
+    if options.delays is not None and not has_rate:
+        parser.error("--delays was given without --request-rate, whose requests it spaces; add a rate, or leave out "
+                     "--delays")
+    options.delays = options.delays or DELAYS[0]
+    if "longer" in options:
+        if options.longer is not None and options.max_input_tokens is options.max_output_tokens is None:
+            parser.error("--longer was given without a limit; expected --max-input-tokens or --max-output-tokens; add "
+                         "one, or leave out --longer")
+        options.longer = options.longer or LONGER[0]
