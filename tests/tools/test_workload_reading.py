@@ -156,7 +156,8 @@ def test_what_was_changed_is_counted(write):
     assert (report.empty, report.clipped_inputs, report.clipped_outputs) == (1, 1, 1)
     assert report.notes() == ["1 request left out: prompt or output without tokens",
                               "1 request with a prompt truncated to the limit",
-                              "1 request with an output truncated to the limit"]
+                              "1 request with an output truncated to the limit",
+                              "fields that are not read and have no effect: Model, Total tokens, Log Type"]
     made = read_workload(write(FILES["mooncake"]), Selection(max_input_tokens=800, longer="drop"), vocab_size=50)
     assert made["source"]["dropped"] == 1 and made["source"]["file"] == "file"
 
@@ -369,6 +370,61 @@ def test_the_lines_of_many_records_are_found_in_one_pass(write):
     assert refusal(write(f"[\n{samples},\n7]")).startswith(":3002: samples[3000] is 7; ")
 
 
+def share_gpt(*turns):
+    return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def test_share_gpt_conversations(write):
+    """As other benchmarks read them: the first question and its answer, as plain text; unanswered ones are left out."""
+    rows = [share_gpt(("human", "ab"), ("gpt", "xyz"), ("human", "later"), ("gpt", "no")),
+            share_gpt(("gpt", "zzz"), ("system", "S"), ("human", "abc"), ("gpt", "xy")),
+            share_gpt(("human", "only a question")), share_gpt()]
+    for content in (json.dumps(rows), "".join(f"{json.dumps(row)}\n" for row in rows)):
+        report = ReadReport()
+        made = read_workload(write(content), vocab_size=200, tokenizer=ChatTokenizer(), report=report)["requests"]
+        assert [(one["prompt"], one["max_tokens"]) for one in made] == [
+            (ChatTokenizer().encode("ab"), 3), (ChatTokenizer().encode("S\nabc"), 2)]
+        assert (report.format, report.kept, report.empty, report.unread) == ("texts", 2, 2, {})
+    wrong = json.dumps([share_gpt(("robot", "a"))])
+    assert "conversations[0].from is 'robot'; expected one of human, user, gpt" in refusal(
+        write(wrong), tokenizer=ChatTokenizer())
+
+
+def test_batch_files_of_openai(write):
+    def line(number, url, **body):
+        return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url,
+                           "body": {"model": "m", "temperature": 0.2, **body}}) + "\n"
+    path = write(line(1, "/v1/completions", prompt="abc", max_tokens=4) + line(2, "/v1/completions", prompt=[7, 8],
+                 max_tokens=5) + line(3, "/v1/chat/completions", max_completion_tokens=6, messages=[
+                     {"role": "user", "content": "hi"}]))
+    report = ReadReport()
+    first, second, third = read_workload(path, vocab_size=200, tokenizer=ChatTokenizer(), report=report)["requests"]
+    assert (first["prompt"], first["max_tokens"]) == (ChatTokenizer().encode("abc"), 4)
+    assert (second["prompt"], second["max_tokens"], third["max_tokens"]) == ([7, 8], 5, 6)
+    asked = ChatTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False,
+                                                add_generation_prompt=True)
+    assert third["prompt"] == ChatTokenizer().encode(asked, add_special_tokens=False)
+    assert report.unread == {"body.model": 3, "body.temperature": 3}
+    assert report.notes() == ["fields that are not read and have no effect: body.model, body.temperature"]
+    for wrong, told in ((line(1, "/v1/embeddings", input="a"), "record 0.url is '/v1/embeddings'; expected /v1/chat"),
+                        (line(1, "/v1/completions", prompt="a").replace("POST", "GET"), "record 0.method is 'GET'"),
+                        (line(1, "/v1/completions", prompt="a"), "record 0.body has no output length")):
+        assert told in refusal(write(wrong), tokenizer=ChatTokenizer())
+
+
+@pytest.mark.parametrize("content, unread", [
+    ('{"requests": [{"id": 1, "arrival_s": 0, "max_tokens": 2, "prompt": [5], "stop": "a"}], "request_rate": 3}',
+     {"stop": 1, "request_rate": 1}),
+    ('[{"input_ids": [5], "output_len": 2, "top_k": 3, "task_id": 1}]', {"top_k": 1}),
+    ('{"timestamp": 0, "input_length": 3, "output_length": 2, "hash_ids": [], "type": "chat"}\n', {"type": 1}),
+    ("arrival_s,input_tokens,output_tokens,Model\n0,3,2,a\n", {"Model": 1}),
+])
+def test_fields_without_an_effect_are_named(content, unread, write):
+    report = ReadReport()
+    read_workload(write(content), vocab_size=200, report=report)
+    assert report.unread == unread and "no effect: " in report.notes()[0]
+
+
 def test_conversations_with_the_tokenizers_template(write):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     path = write(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk[:1], "max_tokens": 3}) + "\n")
@@ -378,7 +434,7 @@ def test_conversations_with_the_tokenizers_template(write):
 
 
 @pytest.mark.parametrize("record, text", [
-    ({"prompt": "a"}, ":1: record 0 has no output length; expected one of max_tokens, output_tokens"),
+    ({"prompt": "a"}, ":1: record 0 has no output length; expected one of max_tokens, max_completion_tokens"),
     ({"prompt": 5, "max_tokens": 1}, ":1: record 0.prompt is 5; expected a string"),
     ({"prompt": "", "max_tokens": 1}, ":1: record 0 has a prompt without tokens; expected at least one"),
     ({"messages": [], "max_tokens": 1}, ":1: record 0.messages is of type list; expected a list of objects"),

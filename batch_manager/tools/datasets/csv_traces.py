@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import counted
 from .errors import FIX_LINE, DatasetError, quoted
-from .records import MOST_TOKENS, Record, seconds
+from .records import MOST_TOKENS, Record, note_unread, seconds
 from .source import NOT_CUT, Source
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?")
@@ -51,6 +51,7 @@ class CsvRecords:
 
     def __init__(self, source: Source, columns: Columns) -> None:
         self.members: dict[str, Any] = {}
+        self.unread: dict[str, int] = {}
         self._source = source
         self._columns = columns
 
@@ -70,6 +71,7 @@ class CsvRecords:
         at, inputs, outputs = map(header.index, self._columns.names)
         time_of = _clock() if self._columns.has_clock else _number
         width = len(header)
+        note_unread(self.unread, header, self._columns.names)
         for index, (number, line) in enumerate(lines):
             row = line.split(",") if '"' not in line else self._split(line, number)
             if len(row) != width:

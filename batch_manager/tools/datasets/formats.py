@@ -14,7 +14,7 @@ from .mooncake import KEYS as MOONCAKE_KEYS
 from .mooncake import MooncakeRecords
 from .records import RecordReader
 from .source import NOT_CUT, Source
-from .texts import ARRAY_NAMES, PROMPT_KEYS, TextRecords
+from .texts import ARRAY_NAMES, BATCH_KEYS, PROMPT_KEYS, TextRecords
 
 FORMATS = {
     "workload": "JSON of batch-manager workload: {..., requests: [{id, arrival_s, max_tokens, prompt}]}",
@@ -23,7 +23,8 @@ FORMATS = {
     "mooncake": "JSON lines of Mooncake's traces: {timestamp (ms), input_length, output_length, hash_ids}",
     "burstgpt": "CSV of BurstGPT: Timestamp (s), Request tokens, Response tokens among its columns",
     "csv": "CSV with the columns arrival_s, input_tokens, output_tokens",
-    "texts": "JSON or JSON lines with prompt, text, messages, or instruction and input; needs a tokenizer",
+    "texts": "JSON or JSON lines with prompt, text, messages, or instruction and input; ShareGPT's conversations; "
+             "OpenAI's batch files: {custom_id, method, url, body}; needs a tokenizer",
 }
 CSV_COLUMNS = {"azure": AZURE, "burstgpt": BURSTGPT, "csv": PLAIN}
 UNKNOWN = "set the format with --format"
@@ -55,7 +56,8 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
     if format in (None, "texts") and row is not None:
         if format is None and all(key in row for key in MOONCAKE_KEYS):
             return "mooncake", MooncakeRecords(source)
-        if any(key in row for key in PROMPT_KEYS) or (format and not any(name in row for name in ARRAY_NAMES)):
+        is_text = any(key in row for key in PROMPT_KEYS) or all(key in row for key in BATCH_KEYS)
+        if is_text or (format and not any(name in row for name in ARRAY_NAMES)):
             return "texts", TextRecords(JsonLines(source), tokenizer, output_tokens)
         if "timestamp" in row and "requests" not in row:    # a field is missing; the reader reports its name
             return "mooncake", MooncakeRecords(source)
@@ -106,7 +108,7 @@ def _document_format(document: JsonDocument) -> str:
         return "workload"
     if keys & {TOKENS, *LENGTHS} and not keys & set(PROMPT_KEYS):
         return "dataset"
-    if keys & set(PROMPT_KEYS):
+    if keys & set(PROMPT_KEYS) or keys >= set(BATCH_KEYS):
         return "texts"
     raise DatasetError(document.place(0), f"the first item has {named_members(keys)}",
                        f"expected an item in one of the formats {', '.join(FORMATS)}", UNKNOWN)

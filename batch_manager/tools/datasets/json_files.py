@@ -6,9 +6,11 @@ from typing import Any
 from .errors import FIX_RECORD, DatasetError, quoted
 from .json_document import JsonDocument
 from .json_lines import JsonLines
-from .records import Record, seconds, tokens_of, whole_number
+from .records import Record, note_unread, seconds, tokens_of, whole_number
 
 WORKLOAD_KEYS = ("id", "arrival_s", "max_tokens", "prompt")
+DESCRIPTION = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
+               "sampling", "source", "requests")
 TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
@@ -23,6 +25,7 @@ class WorkloadRecords:
     def __init__(self, document: JsonDocument, vocab_size: int | None) -> None:
         self.members = document.members
         self.place = document.place
+        self.unread: dict[str, int] = {}
         self._document = document
         self._vocab_size = vocab_size
 
@@ -31,6 +34,7 @@ class WorkloadRecords:
         for number, (position, request) in enumerate(self._document.items(["requests"])):
             place, name = self.place(position), f"requests[{number}]"
             _check_keys(request, place, name, WORKLOAD_KEYS)
+            note_unread(self.unread, request, WORKLOAD_KEYS)
             request_id = request["id"]
             is_id = type(request_id) is int and 0 <= request_id < 2**64
             if not is_id or request_id in ids:
@@ -41,6 +45,7 @@ class WorkloadRecords:
             time_s = seconds(request["arrival_s"], place, f"{name}.arrival_s")
             output_tokens = whole_number(request["max_tokens"], place, f"{name}.max_tokens", 1)
             yield Record(position, number, time_s, len(prompt), output_tokens, prompt=prompt, own=request)
+        note_unread(self.unread, self.members, DESCRIPTION)
 
 
 class SampleRecords:
@@ -55,6 +60,7 @@ class SampleRecords:
         self.members = document.members
         self.place = document.place
         self.is_whole = isinstance(document, JsonDocument)
+        self.unread: dict[str, int] = {}
         self._document = document
         self._vocab_size = vocab_size
 
@@ -64,6 +70,7 @@ class SampleRecords:
             place, name = self.place(position), f"samples[{number}]"
             length = next((key for key in LENGTHS if type(sample) is dict and key in sample), LENGTHS[0])
             _check_keys(sample, place, name, (TOKENS, length))
+            note_unread(self.unread, sample, (TOKENS, length, "delay", "task_id"))
             if has_delays is None:
                 has_delays = "delay" in sample
             elif has_delays != ("delay" in sample):

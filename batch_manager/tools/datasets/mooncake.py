@@ -6,10 +6,11 @@ from typing import Any
 from ..traffic import PREFIX_TOKENS
 from .errors import FIX_LINE, DatasetError, quoted
 from .json_lines import parsed_line
-from .records import Record, seconds, whole_number
+from .records import Record, note_unread, seconds, whole_number
 from .source import Source
 
 KEYS = ("timestamp", "input_length", "output_length")
+KNOWN = (*KEYS, "hash_ids")
 MILLISECONDS = 1000
 
 
@@ -25,6 +26,7 @@ class MooncakeRecords:
 
     def __init__(self, source: Source) -> None:
         self.members: dict[str, Any] = {}
+        self.unread: dict[str, int] = {}
         self._source = source
 
     def place(self, position: int) -> str:
@@ -38,6 +40,7 @@ class MooncakeRecords:
             if missing:
                 raise DatasetError(place, f"the line has no {', '.join(missing)}",
                                    f"expected {', '.join(KEYS)}", FIX_LINE)
+            note_unread(self.unread, row, KNOWN)
             tokens = whole_number(row["input_length"], place, "input_length", 0)
             ids = row.get("hash_ids", [])
             if type(ids) is not list or not all(type(one) is int and one >= 0 for one in ids):

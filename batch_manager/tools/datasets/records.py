@@ -1,7 +1,7 @@
 """One request of a file, the interface of file readers, and shared checks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,16 +41,25 @@ class RecordReader(Protocol):
     is_whole   whether the whole file is read before the first record is yielded. If so, the records in the file
                need not be in the order of their times
     members    members of a JSON document other than its requests; complete once the last record was yielded
+    unread     fields of records that the reader does not know -> number of records with the field
     """
 
     is_whole: bool
     members: dict[str, Any]
+    unread: dict[str, int]
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records. Raises DatasetError at the first invalid record."""
 
     def place(self, position: int) -> str:
         """Return `FILE:LINE` of a record."""
+
+
+def note_unread(unread: dict[str, int], fields: Iterable[str], known: Collection[str], prefix: str = "") -> None:
+    """Count the fields of a record that are not `known`."""
+    for field in fields:
+        if field not in known:
+            unread[prefix + field] = unread.get(prefix + field, 0) + 1
 
 
 def whole_number(value: Any, place: str, name: str, minimum: int) -> int:

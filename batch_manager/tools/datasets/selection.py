@@ -3,18 +3,19 @@
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from ...errors import counted
+from ...errors import counted, printable
 from ..shared_options import DELAYS, LONGER
 from ..traffic import PREFIX_TOKENS
-from .errors import DatasetError, quoted
+from .errors import LONGEST_QUOTE, DatasetError, quoted
 from .records import MOST_SECONDS, Record, RecordReader
 
+MOST_NAMED = 12            # fields in a note
 STREAM_OF_DELAYS = 1    # id of a random stream; the prompts use other streams
 
 
@@ -81,6 +82,7 @@ class ReadReport:
     kept      requests that were selected
     empty     requests left out because the prompt or the output has no tokens, such as failed requests of a trace
     dropped   requests left out because they are longer than the limits
+    unread    fields of the records that have no effect -> number of records with the field
     clipped_inputs, clipped_outputs   requests with a truncated prompt; requests with a truncated output
     """
 
@@ -90,6 +92,7 @@ class ReadReport:
     dropped: int = 0
     clipped_inputs: int = 0
     clipped_outputs: int = 0
+    unread: dict[str, int] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """Return a note for each reason for which requests were left out or truncated, with the number of requests."""
@@ -97,7 +100,12 @@ class ReadReport:
                   (self.dropped, "left out: longer than the limits"),
                   (self.clipped_inputs, "with a prompt truncated to the limit"),
                   (self.clipped_outputs, "with an output truncated to the limit"))
-        return [f"{count} request{'s' * (count != 1)} {text}" for count, text in counts if count]
+        notes = [f"{count} request{'s' * (count != 1)} {text}" for count, text in counts if count]
+        if self.unread:
+            named = ", ".join(printable(name)[:LONGEST_QUOTE] for name in list(self.unread)[:MOST_NAMED])
+            more = f" and {len(self.unread) - MOST_NAMED} more" if len(self.unread) > MOST_NAMED else ""
+            notes.append(f"fields that are not read and have no effect: {named}{more}")
+        return notes
 
 
 def select(reader: RecordReader, selection: Selection, report: ReadReport) -> Iterator[Record]:
@@ -115,6 +123,7 @@ def select(reader: RecordReader, selection: Selection, report: ReadReport) -> It
         records = _in_order(records, reader)
     time_of = _times(selection)
     at = -1
+    report.unread = reader.unread
     for at, record in enumerate(records):
         if at < selection.first:
             continue

@@ -8,12 +8,17 @@ from ...errors import BatchManagerError, ConfigError
 from .errors import FIX_RECORD, DatasetError, quoted
 from .json_document import JsonDocument
 from .json_lines import JsonLines
-from .records import Record, seconds, whole_number
+from .records import Record, note_unread, seconds, tokens_of, whole_number
 
-PROMPT_KEYS = ("prompt", "text", "messages", "instruction")
+PROMPT_KEYS = ("prompt", "text", "messages", "instruction", "conversations")
 OUTPUT_KEYS = ("output", "completion", "response")
-LENGTH_KEYS = ("max_tokens", "output_tokens", "output_len")
+LENGTH_KEYS = ("max_tokens", "max_completion_tokens", "output_tokens", "output_len")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+         "bard": "assistant", "assistant": "assistant", "model": "assistant", "system": "system"}
+BATCH_KEYS = ("custom_id", "body")
+BATCH_URLS = ("/v1/chat/completions", "/v1/completions")
 ARRAY_NAMES = ("data", "requests", "samples", "records")
+KNOWN = frozenset((*PROMPT_KEYS, *OUTPUT_KEYS, *LENGTH_KEYS, "input", "arrival_s", "id"))
 
 
 class TextRecords:
@@ -26,9 +31,17 @@ class TextRecords:
                                 messages has the role assistant, it is the output
         instruction, input      the instruction, a line end, and the input (optional)
 
-    The output length is max_tokens, output_tokens or output_len. Without these keys, the output length is the
-    number of tokens of the output. The output is the last message as described above, or else the value of output,
-    completion or response. Without an output, the output length is the argument `output_tokens` of this class.
+        conversations           ShareGPT: a list of {from, value}. The prompt is the first turn of the human that is
+                                answered, after a system text if there is one, encoded as plain text; the answer is the
+                                output. Conversations without an answered turn are left out
+
+    A line of OpenAI's batch files has custom_id, method, url and body; the body is a record as above. `method` is POST
+    and `url` that of completions or chat completions.
+
+    The output length is max_tokens, max_completion_tokens, output_tokens or output_len. Without these keys, the output
+    length is the number of tokens of the output. The output is the last message as described above, or else the value
+    of output, completion or response. Without an output, the output length is the argument `output_tokens` of this
+    class.
 
     arrival_s is in seconds from the start. Either all records have arrival_s or none.
 
@@ -40,6 +53,7 @@ class TextRecords:
         self.members = texts.members
         self.place = texts.place
         self.is_whole = isinstance(texts, JsonDocument)
+        self.unread: dict[str, int] = {}
         self._texts = texts
         self._output_tokens = output_tokens
         if tokenizer is None:
@@ -51,12 +65,16 @@ class TextRecords:
         has_times = None
         for number, (position, record) in enumerate(self._texts.items(ARRAY_NAMES)):
             place, name = self.place(position), f"record {number}"
+            prefix = ""
+            if type(record) is dict and all(key in record for key in BATCH_KEYS):
+                record, name, prefix = self._body(record, place, name), f"{name}.body", "body."
             if type(record) is not dict or not any(key in record for key in PROMPT_KEYS):
                 fact = f"is {quoted(record)}"
                 if type(record) is dict:
                     fact = f"has the keys {quoted(', '.join(record))}" if record else "is empty"
                 raise DatasetError(place, f"{name} {fact}", f"expected an object with one of {', '.join(PROMPT_KEYS)}",
                                    FIX_RECORD)
+            note_unread(self.unread, record, KNOWN, prefix)
             if has_times is None:
                 has_times = "arrival_s" in record
             elif has_times != ("arrival_s" in record):
@@ -68,11 +86,43 @@ class TextRecords:
             except BatchManagerError as error:
                 raise DatasetError(place, f"{name}: {error.fact}", error.expectation or "expected text",
                                    error.fix or "") from None
-            if not prompt:
+            if not prompt and "conversations" not in record:
                 raise DatasetError(place, f"{name} has a prompt without tokens", "expected at least one",
                                    FIX_RECORD)
             time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
             yield Record(position, number, time_s, len(prompt), length, prompt=prompt)
+
+    def _body(self, line: dict[str, Any], place: str, name: str) -> Any:
+        """Return the body of a line of a batch file."""
+        note_unread(self.unread, line, (*BATCH_KEYS, "method", "url"))
+        for key, expected in (("method", ("POST",)), ("url", BATCH_URLS)):
+            if line.get(key) not in expected:
+                raise DatasetError(place, f"{name}.{key} is {quoted(line.get(key))}",
+                                   f"expected {' or '.join(expected)}", FIX_RECORD)
+        return line["body"]
+
+    def _exchange(self, turns: Any, place: str, name: str) -> tuple[str, str | None]:
+        """Return the texts of the first answered turn of a ShareGPT conversation and its answer, or ("", None)."""
+        if type(turns) is not list or not all(type(turn) is dict for turn in turns):
+            raise DatasetError(place, f"{name} is {quoted(turns)}", "expected a list of objects with from and value",
+                               FIX_RECORD)
+        system, before = "", None
+        for number, turn in enumerate(turns):
+            place_of = f"{name}[{number}]"
+            note_unread(self.unread, turn, ("from", "value", "role", "content"), "conversations.")
+            role = ROLES.get(turn.get("from", turn.get("role")) if type(turn.get("from", turn.get("role"))) is str
+                             else "")
+            if role is None:
+                raise DatasetError(place, f"{place_of}.from is {quoted(turn.get('from', turn.get('role')))}",
+                                   f"expected one of {', '.join(ROLES)}", FIX_RECORD)
+            text = _text(turn.get("value", turn.get("content")), place, f"{place_of}.value")
+            if role == "system":
+                system = f"{text}\n"
+            elif role == "user":
+                before = text
+            elif before:
+                return system + before, text
+        return "", None
 
     def _prompt(self, record: dict[str, Any], place: str, name: str) -> tuple[list[int], str | None]:
         """Return the prompt tokens and the text of the output, or None for the text if the record has no output."""
@@ -80,7 +130,10 @@ class TextRecords:
                        if record.get(key) is not None), None)
         for key in ("prompt", "text"):
             if key in record:
-                return self._encoder.encode(_text(record[key], place, f"{name}.{key}")), output
+                return self._encode(record[key], place, f"{name}.{key}"), output
+        if "conversations" in record:
+            text, answer = self._exchange(record["conversations"], place, f"{name}.conversations")
+            return self._encoder.encode(text) if text else [], answer
         if "messages" in record:
             messages = record["messages"]
             if (type(messages) is not list or not messages
@@ -95,7 +148,15 @@ class TextRecords:
                  if record.get(key) is not None]
         return self._encoder.encode("\n".join(text for text in texts if text)), output
 
+    def _encode(self, prompt: Any, place: str, name: str) -> list[int]:
+        """Return the tokens of a text, or a list of tokens as it is."""
+        if type(prompt) is list:
+            return tokens_of(prompt, place, name, None)
+        return self._encoder.encode(_text(prompt, place, name))
+
     def _output_length(self, record: dict[str, Any], output: str | None, place: str, name: str) -> int:
+        if "conversations" in record and output is None:
+            return 1        # there is no prompt; the record is left out
         for key in LENGTH_KEYS:
             if key in record:
                 return whole_number(record[key], place, f"{name}.{key}", 1)
