@@ -19,6 +19,7 @@ TAIL_BYTES = 1 << 20           # bytes at the end of a file that are read first
 CHUNK_BYTES = 1 << 20
 SECONDS_BETWEEN_READINGS = 0.1     # of a file, which may get a thousand records per second
 FLUSH_SECONDS = 1.5            # a record stays in the engine's memory for up to this long
+SILENT_S = 10.0                # without a record; then the requests and blocks of a busy engine are unknown
 IDLE_STEP_S = 60.0             # longest time between two readings of a file, so that the last minute stays a minute
 MICROSECONDS = 1e-6
 
@@ -241,7 +242,10 @@ class FileSource:
                               if self._lines_without_record else "the file has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
-        # Time passes even if nothing was written.
+        # Time passes even if nothing was written. Requests that were active make an engine write; if it does not, it has
+        # ended or hangs, and nobody knows how many requests there are.
+        if idle_s > SILENT_S and latest.gauges.get("active"):
+            latest = replace(latest, gauges={})
         return [*readings, *(replace(latest, at_s=latest.at_s + idle_s - back_s) for back_s in (IDLE_STEP_S, 0.0)
                              if idle_s > back_s)]
 

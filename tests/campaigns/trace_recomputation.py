@@ -78,7 +78,7 @@ def of_manager(setting: Setting, seed: int) -> Iterable[Comparison]:
 def engine_arguments(setting: Setting) -> list[str]:
     chunks = "" if setting.options.get("enable_chunked_context") else "no-"
     return ["--policy", "max_utilization", "--tokens-per-block", "8", f"--{chunks}chunked-context", "--quiet",
-            "--max-num-sequences", str(setting.options.get("max_num_sequences", 8)), "--max-batch", "8"]
+            "--max-num-sequences", str(setting.options.get("max_num_sequences", 8)), "--max-batch-size", "8"]
 
 
 def of_bench(setting: Setting, workload: Path, folder: Path) -> Iterable[Comparison]:
@@ -99,7 +99,7 @@ def of_simulate(setting: Setting, workload: Path, folder: Path) -> Iterable[Comp
                     "--max-fit-error", "1000"], check=True, cwd=folder,
                    env=environment)
     subprocess.run([*simulate, "--cost", "cost.json", "--workload", str(workload), "--trace", "s.trace", "--out",
-                    "s.json", "--report", "none", "--max-tokens-per-step", str(setting.max_num_tokens), "--max-seq-len",
+                    "s.json", "--report", "none", "--max-num-tokens", str(setting.max_num_tokens), "--max-seq-len",
                     "96", "--max-tokens-in-paged-kvcache", str(8 * setting.num_blocks), "--max-fit-error", "1000",
                     *engine_arguments(setting)], check=True, cwd=folder, env=environment)
     yield from of_result(folder / "s.json", folder / "s.trace")

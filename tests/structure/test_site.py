@@ -1,7 +1,10 @@
 """The site of the documents is built without warnings, and the targets of its links exist."""
 
 import html.parser
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +47,39 @@ def test_all_pages_are_there(site):
     pages, _ = site
     assert {"index.html", "reference.html", *(f"{path.stem}.html" for path in (REPOSITORY / "docs").glob("*.md"))
             } <= pages.keys()
+
+
+# Writes "CUT n OF m" into the title of a page: code blocks that are wider than what is shown of them.
+MEASURE = """<script>addEventListener("load", () => {
+    const blocks = [...document.querySelectorAll("pre > code")]
+    const cut = blocks.filter(block => block.scrollWidth > block.clientWidth)
+    document.title = `CUT ${cut.length} OF ${blocks.length}`
+})</script>"""
+
+
+def test_no_code_of_the_reference_is_cut_on_a_laptop(site):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("chromium is not installed: code blocks of the site were NOT measured; apt-get install chromium")
+    _, folder = site
+    page = folder / "measured.html"
+    page.write_text((folder / "reference.html").read_text(encoding="utf-8").replace("</body>", f"{MEASURE}</body>"),
+                    encoding="utf-8")
+    shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1366,768",
+                            "--virtual-time-budget=10000", "--dump-dom", page.as_uri()], capture_output=True, text=True,
+                           timeout=120)
+    page.unlink()
+    cut, total = map(int, re.search(r"<title>CUT (\d+) OF (\d+)</title>", shown.stdout).groups())
+    assert total > 300 and cut == 0
+
+
+def test_logs_of_tests_do_not_come_first_in_a_search(site):
+    _, folder = site
+    entries = json.loads((folder / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    found = [entry for entry in entries if "QUEUE_FULL" in entry["text"] + entry["title"]]
+    is_log = [entry["location"].startswith(("repository/tests/", "repository/CHANGELOG")) for entry in found]
+    assert any(is_log) and not all(is_log)
+    assert all(entry.get("boost", 1) == (0.05 if log else 1) for entry, log in zip(found, is_log, strict=True))
 
 
 def test_links_of_the_site_lead_somewhere(site):

@@ -360,3 +360,18 @@ def test_a_rate_and_a_concurrency_together(setting):
     result = read_result(Path("r.json"))
     assert (result["request_rate"], result["delays"], result["concurrency"]) == (50, "exponential", 2)
     assert load_words(result) == "50 requests/s (Poisson), at most 2 in progress" and result["offered_rate"]
+
+
+def test_the_latencies_of_every_request_are_written(setting):
+    run, _ = setting
+    assert run("--sweep", "concurrency=1,2", "--requests-csv", "requests.csv", "--out", "r.json") == 0
+    with open("requests.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 20 and [row["run"] for row in rows[::10]] == ["1", "2"]
+    for point, of in zip(read_result(Path("r.json"))["points"], (rows[:10], rows[10:]), strict=True):
+        assert {row["concurrency"] for row in of} == {str(point["concurrency"])}
+        for name, key in (("ttft", "ttft_ms"), ("e2e", "e2e_ms"), ("tpot", "tpot_ms")):
+            values = [float(row[key]) for row in of if row[key]]
+            assert sum(values) / len(values) == pytest.approx(point["latency_ms"][name]["avg"], abs=0.002)
+        assert sum(int(row["output_tokens"]) for row in of) == TEN["output_tokens"]
+        assert sum(int(row["prompt_tokens"]) for row in of) == TEN["prompt_tokens"]

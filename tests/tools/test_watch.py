@@ -551,3 +551,21 @@ def test_a_file_of_another_kind_is_told_so_again_and_again(tmp_path):
         with pytest.raises(SourceError, match="none of the 2 lines that were read is a record of JsonlStatistics"):
             source.poll()
     source.close()
+
+
+@pytest.mark.parametrize("active, shown", [(5, None), (0, 0)])
+def test_after_the_end_of_a_file_nothing_is_active(active, shown, tmp_path, source_of):
+    path = tmp_path / "statistics.jsonl"
+    path.write_text("".join(json.dumps({
+        "Iteration Counter": number, "Monotonic Microseconds": 20_000 * number, "Active Request Count": active,
+        "Queued Requests": 2, "Used KV cache blocks": 9}) + "\n" for number in range(50)))
+    now = time.time()
+    history = History()
+    source = source_of(path)
+    for age_s, known in ((5, active), (30, shown)):
+        os.utime(path, (now - age_s, now - age_s))
+        for reading in source.poll():
+            history.add(reading)
+        figures = history.figures(1.0)
+        assert figures.gauges.get("active") == known and figures.tokens_per_s == 0
+    assert ("kv_used" in figures.gauges) is (shown is not None)

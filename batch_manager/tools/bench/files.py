@@ -3,12 +3,14 @@
 import argparse
 import csv
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from ..output_file import OutputFiles
 from .plots import plots, write_plots
 from .session import Served
+from .stamps import Stamps
 from .summary import csv_rows
 
 
@@ -22,6 +24,8 @@ def write_files(options: argparse.Namespace, result: dict[str, Any], points: Seq
             csv.writer(files.open(options.output_csv)).writerows(csv_rows(points))
         if options.responses_json_file is not None:
             json.dump(responses(served[0], options), files.open(options.responses_json_file))
+        if options.requests_csv is not None:
+            csv.writer(files.open(options.requests_csv)).writerows(request_rows(served, streaming=options.streaming))
         if options.stats_csv is not None:
             write_stats(served[0].records, files.open(options.stats_csv))
         if options.plot is not None:
@@ -37,6 +41,26 @@ def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any
     return [{"id": request["id"],
              "output_ids": (request["prompt"] if includes_prompt else []) + served.receipts[request["id"]].tokens,
              "error": served.receipts[request["id"]].error} for request in served.requests]
+
+
+def request_rows(served: Sequence[Served], *, streaming: bool) -> Iterator[list[Any]]:
+    """Yield a header, and a row for each request of each run. Times are milliseconds; a cell is empty if unknown.
+
+    `run` counts the runs of a sweep or a search from 1. `arrival_ms` counts from the start of the run.
+    """
+    yield ["run", "request_rate", "concurrency", "id", "arrival_ms", "prompt_tokens", "output_tokens", "ttft_ms",
+           "tpot_ms", "e2e_ms", "queue_ms", "error"]
+    for number, run in enumerate(served, 1):
+        stamps = Stamps.of_receipts(run.requests, run.receipts)
+        latencies = [stamps.first_s - stamps.arrival_s, stamps.mean_gaps_s, stamps.last_s - stamps.arrival_s,
+                     stamps.queue_s]
+        for index, request in enumerate(run.requests):
+            cells = ["" if math.isnan(column[index]) else round(float(column[index]) * 1e3, 3) for column in latencies]
+            if not streaming:
+                cells[:2] = "", ""
+            yield [number, run.load.request_rate, run.load.concurrency, request["id"],
+                   round(float(stamps.arrival_s[index]) * 1e3, 3), int(stamps.prompt_tokens[index]),
+                   int(stamps.tokens[index]), *cells, run.receipts[request["id"]].error]
 
 
 def write_stats(records: list[str], file: IO[str]) -> None:

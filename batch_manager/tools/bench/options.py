@@ -23,7 +23,7 @@ DEFAULT_KV_GIB = 1.0
 # Option -> the option without which it has no effect.
 NEEDS = {"slo_share": "find_saturation", "max_probes": "find_saturation",
          "static_emulated_timeout": "static_emulated_batch_size"}
-OUTPUT_FILES = ("out", "output_csv", "responses_json_file", "stats_csv", "trace")
+OUTPUT_FILES = ("out", "output_csv", "requests_csv", "responses_json_file", "stats_csv", "trace")
 
 
 def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench",
@@ -144,6 +144,7 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     shared("--report", "a table, one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name value\"", report,
            choices=("table", "json", "lines", "none"), default=report)
     shared("--output-csv")
+    shared("--requests-csv")
     add("--responses-json-file", type=Path, metavar="FILE", help="write the tokens of every request as JSON")
     add("--stats-csv", type=Path, metavar="FILE", help="write the manager's statistics, one row per iteration")
     add("--log-iteration-data", action="store_true", help="print the statistics of each iteration on stderr")
