@@ -18,8 +18,8 @@ is not the order of this list; "-" means unknown:
 
 Percentiles are interpolated in the buckets of /metrics. A file of records gives one latency only: the mean time in the
 queue of the requests that started. The program first reads the last MiB of a file. The file may be replaced or
-truncated. If a busy engine has written nothing for 10 s, its current requests and blocks are unknown. The address must belong to one engine. If gunicorn workers share the address, answers come from
-different engines, and rates are wrong.
+truncated. If a busy engine has written nothing for 10 s, its current requests and blocks are unknown. The address must
+belong to one engine. If gunicorn workers share the address, answers come from different engines, and rates are wrong.
 """
 
 import argparse

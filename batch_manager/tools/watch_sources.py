@@ -242,8 +242,8 @@ class FileSource:
                               if self._lines_without_record else "the file has no records yet")
         self.age_s = max(time.time() - self._written_at_s, 0.0)
         latest, idle_s = readings[-1], self.age_s - FLUSH_SECONDS
-        # Time passes even if nothing was written. Requests that were active make an engine write; if it does not, it has
-        # ended or hangs, and nobody knows how many requests there are.
+        # Time passes even if nothing was written. An engine with active requests writes; if it does not, it has ended
+        # or hangs, and the number of its requests is unknown.
         if idle_s > SILENT_S and latest.gauges.get("active"):
             latest = replace(latest, gauges={})
         return [*readings, *(replace(latest, at_s=latest.at_s + idle_s - back_s) for back_s in (IDLE_STEP_S, 0.0)
