@@ -24,6 +24,8 @@ class EngineInfo:
     tokens_per_block  number of tokens per block
     device, dtype     by name: "cpu", "cuda:0"; "float32", "bfloat16"
     dispatch          what computes a step: "triton", "compiled", "torch", or the name that a custom backend states
+    not_compiled      why steps on a CPU do not run as compiled code, and the way out, for example "found no C compiler:
+                      ...; apt-get install gcc"; "" if they do, and on other devices
     """
 
     architecture: str
@@ -39,6 +41,7 @@ class EngineInfo:
     device: str
     dtype: str
     dispatch: str
+    not_compiled: str = ""
 
     @classmethod
     def of(cls, limits: Limits, backend: BackendInfo) -> "EngineInfo":
@@ -48,4 +51,4 @@ class EngineInfo:
             max_seq_len=limits.max_seq_len, max_batch_size=limits.max_batch_size,
             max_num_tokens=limits.max_num_tokens, max_beam_width=limits.max_beam_width, num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block, device=backend.device, dtype=backend.dtype,
-            dispatch=backend.dispatch)
+            dispatch=backend.dispatch, not_compiled=backend.not_compiled)

@@ -199,9 +199,10 @@ class GptManager:
         unaddressable_items    number of items of the get callback without a usable id; no response can be sent for them
         callback_failures      callback, hook, or method of the backend -> number of calls that raised or returned an
                                unusable value
+        not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
         """
         self._check_process()
-        return health_of(self._loop, self._control)
+        return {**health_of(self._loop, self._control), "not_compiled": self.info.not_compiled}
 
     # ------------------------------------------------------------------ the end
 

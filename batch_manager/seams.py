@@ -30,6 +30,7 @@ class BackendInfo:
     architecture          architecture of the model, for people to read
     end_ids               the checkpoint's end ids, for information. A request's end ids come from its tensor `end_id`
     model_implementation  origin of the model class: "native", "transformers", or "" if unknown
+    not_compiled          why steps on a CPU do not run as compiled code; "" if they do, and on other devices
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
@@ -51,6 +52,7 @@ class BackendInfo:
     architecture: str = ""
     end_ids: tuple[int, ...] = ()
     model_implementation: str = ""
+    not_compiled: str = ""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):

@@ -70,7 +70,7 @@ from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .packing import slots_not_finite
 from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
-from .step_compilation import compile_step, may_compile
+from .step_compilation import compile_step, obstacle_to_compiling
 from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_openmp, require_openmp
 
@@ -106,7 +106,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         refuse_small_blocks(params.kv_cache_config.tokens_per_block, device_name(device))
     if params.num_threads is not None and device.type == "cpu":
         require_openmp()
-    compiles = may_compile(params, device, attention_factory)
+    obstacle = obstacle_to_compiling(params, device, attention_factory)
+    compiles = not obstacle
     if params.deterministic:
         refuse_nondeterministic_parts(device, attention_factory)
     try:
@@ -175,6 +176,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                 num_threads=params.num_threads, is_engine_thread=is_engine_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else (),
                                 graph_sizes=graph_sizes)
+        if device.type == "cpu":
+            backend.info = dataclasses.replace(backend.info, not_compiled=obstacle)
         if compiles:
             hold_helpers(backend)                         # helper threads for products, from the warm-up on
         backend.warm_up(max_beam_width)
@@ -491,7 +494,9 @@ class NativeBackend:
                 raise ConfigError(f"cpu_compile is True, but {type_name(loaded.model)} cannot be compiled: "
                                   f"{obstacle}", "compiled steps need a model built from batch_manager.layers",
                                   "leave cpu_compile unset to run steps in torch") from obstacle
-            log.info("steps run in torch: %s cannot be compiled: %s", type_name(loaded.model), obstacle)
+            reason = f"{type_name(loaded.model)} cannot be compiled: {obstacle}"
+            log.info("steps run in torch: %s", reason)
+            self.info = dataclasses.replace(self.info, not_compiled=reason)
         finally:
             with torch.inference_mode():
                 clear_block(self._pool, 0)

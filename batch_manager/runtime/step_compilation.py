@@ -23,23 +23,31 @@ COMPARED_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def may_compile(params: TrtGptModelOptionalParams, device: torch.device,
-                attention_factory: Callable[..., Attention] | None) -> bool:
-    """Whether to pack matrices for compiled code.
+def obstacle_to_compiling(params: TrtGptModelOptionalParams, device: torch.device,
+                          attention_factory: Callable[..., Attention] | None) -> str:
+    """Return why matrices are not packed for compiled code; "" if they are.
 
     Raises ConfigError if cpu_compile is True, but the forward cannot run as compiled code.
     """
-    obstacle = _obstacle(params, device, attention_factory)
+    obstacle, is_avoidable = _choice(params, device, attention_factory), False
+    if not obstacle:
+        try:
+            load_library(check_interruption)
+        except CannotCompileError as error:
+            obstacle, is_avoidable = str(error), True
     if obstacle and params.cpu_compile:
         raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU, a C compiler, the "
                           "package's own attention and deterministic=False",
                           "leave cpu_compile unset to run steps in torch")
-    if obstacle and device.type == "cpu" and params.cpu_compile is None:
+    if is_avoidable:
+        log.warning("steps run in torch, and the engine is 2 to 27 times slower than with compiled steps: %s", obstacle)
+    elif obstacle and device.type == "cpu" and params.cpu_compile is None:
         log.info("steps run in torch: %s", obstacle)
-    return not obstacle
+    return obstacle
 
 
-def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention_factory) -> str:
+def _choice(params: TrtGptModelOptionalParams, device: torch.device, attention_factory) -> str:
+    """Return the setting that rules out compiled steps; "" if there is none."""
     if params.cpu_compile is False:
         return "cpu_compile is False"
     if device.type != "cpu":
@@ -53,10 +61,6 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, attention
     block = params.kv_cache_config.tokens_per_block
     if block % BLOCK_UNIT or block > LARGEST_BLOCK:
         return f"tokens_per_block is {block}, not a multiple of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
-    try:
-        load_library(check_interruption)
-    except CannotCompileError as error:
-        return str(error)
     return ""
 
 

@@ -29,7 +29,7 @@ from ..runtime.device import device_name, free_memory, named_device, num_multipr
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
 from ..runtime.native_backend import step_bytes
-from ..runtime.step_compilation import may_compile
+from ..runtime.step_compilation import obstacle_to_compiling
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
@@ -79,8 +79,10 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
                           f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
     resolved_dtype = resolve_dtype(dtype, spec, target)
     with_triton = is_elsewhere or use_triton(target)
-    compiles = implementation == NATIVE and not with_triton and may_compile(params, target, None)
-    steps = "triton" if with_triton else "compiled" if compiles else "torch"
+    obstacle = "" if with_triton else f"{spec.architecture} runs through transformers"
+    if implementation == NATIVE and not with_triton:
+        obstacle = obstacle_to_compiling(params, target, None)
+    steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
     weights = checkpoint.weights(torch.device("cpu"), resolved_dtype)
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
@@ -110,6 +112,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
         "device": device if is_elsewhere else device_name(target),
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
+        "not_compiled": obstacle,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
@@ -139,6 +142,7 @@ def described(facts: dict[str, Any]) -> str:
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
+        *([f"                 not compiled: {facts['not_compiled']}"] if facts["not_compiled"] else []),
         f"  dtype          {facts['dtype']}; tensors in the checkpoint: {stored_as}",
         f"  attention      {facts['num_layers']} layers, {facts['num_heads']} query heads, {facts['num_kv_heads']} "
         f"key/value heads, head size {facts['head_size']}; {windows}",

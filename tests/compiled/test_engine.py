@@ -11,7 +11,14 @@ import threading
 import pytest
 import torch
 
-from batch_manager import ConfigError, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager import (
+    ConfigError,
+    GptManager,
+    KvCacheConfig,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
 from batch_manager.layers.linear import Linear
 from batch_manager.models import load_model
 from batch_manager.models.llama import Llama
@@ -53,6 +60,37 @@ def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, ca
         with caplog.at_level(logging.INFO, "batch_manager"):
             assert backend(**options)._runner.compiled is None
         assert f"steps run in torch: {reason}" in caplog.text
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    monkeypatch.setattr(step_compilation, "load_library", lambda _: (_ for _ in ()).throw(
+        step_compilation.CannotCompileError("found no C compiler: ...; apt-get install gcc")))
+
+
+def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library, caplog, tmp_path):
+    from batch_manager.tools.inspect import described, inspect_model
+
+    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(max_tokens=256), device="cpu")
+    with GptManager(MODEL, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, lambda _: [],
+                    lambda *_: None, lambda: set(), optional_params=params) as manager:
+        assert manager.info.dispatch == "torch"
+        assert manager.health()["not_compiled"] == manager.info.not_compiled == (
+            "found no C compiler: ...; apt-get install gcc")
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and all(word in warnings[0] for word in (
+        "found no C compiler", "2 to 27 times slower", "apt-get install gcc"))
+    facts = inspect_model(MODEL, device="cpu")
+    assert facts["steps"] == "torch" and "not compiled: found no C compiler" in described(facts)
+    with pytest.raises(ConfigError, match="cpu_compile is True, but found no C compiler"):
+        backend(True)
+
+
+def test_what_is_compiled_or_chosen_says_so(caplog):
+    assert backend().info.not_compiled == ""
+    assert backend(False).info.not_compiled == "cpu_compile is False"
+    assert "cannot be compiled: it computes in torch.float16" in backend(dtype="float16").info.not_compiled
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_type_without_products_of_its_own_runs_in_torch(caplog):

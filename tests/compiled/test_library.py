@@ -3,8 +3,12 @@
 If it cannot be compiled or cached, loading returns the reason as a string.
 """
 
+import errno
 import os
+import platform
 import pwd
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,7 +49,8 @@ def test_other_sources_flags_and_processors_have_files_of_their_own(cache, monke
 def test_without_a_compiler(cache, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    assert load() == "found no C compiler: neither $CC nor cc, gcc, clang"
+    assert load() == ("found no C compiler: neither $CC nor cc, gcc, clang; "
+                      "install one, for example with apt-get install gcc")
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(cache, monkeypatch, tmp_path):
@@ -53,7 +58,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(cache, monkeypatch, tmp_pat
     compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] || { echo 'no such instruction' >&2; exit 1; }\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    assert load() == f"compiling with {compiler} failed: no such instruction"
+    assert load() == f"compiling with {compiler} failed: no such instruction; name another C compiler in $CC"
     assert list(cache.iterdir()) == []
 
 
@@ -102,7 +107,7 @@ def test_what_a_broken_compiler_says_or_writes(cache, monkeypatch, tmp_path, scr
     compiler = _compiler(tmp_path, script)
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
-    assert load() == f"compiling with {compiler} failed: {reason}"
+    assert load() == f"compiling with {compiler} failed: {reason}; name another C compiler in $CC"
     assert list(cache.iterdir()) == []
 
 
@@ -178,6 +183,96 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     assert not isinstance(load(), str)
     assert len(list((tmp_path / f"batch_manager-{os.getuid()}").iterdir())) == 1
+
+
+LOAD = """
+from batch_manager.triton_kernels.cpu.native import build
+build.FLAGS = ("-O0", *build.FLAGS[1:])
+print(type(build.built_library(["run_step"], lambda: None)).__name__)
+"""
+
+
+def test_four_processes_that_start_together_compile_once(cache, tmp_path, monkeypatch):
+    compiler, counted = tmp_path / "counting", tmp_path / "counted"
+    compiler.write_text(f"#!/bin/sh\n[ \"$1\" = --version ] || {{ echo >> {counted}; sleep 0.5; }}\nexec cc \"$@\"\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    processes = [subprocess.Popen([sys.executable, "-c", LOAD], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["CDLL\n"] * 4
+    assert counted.read_text() == "\n"
+    assert [path.suffix for path in cache.iterdir()] == [".so"]           # no lock file is left
+
+
+HOLD = """
+import fcntl, os, sys, time
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(cache):
+    """A process that holds the lock of the cache folder."""
+    cache.mkdir(mode=0o700)
+    with subprocess.Popen([sys.executable, "-c", HOLD, cache], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_the_lock_of_a_killed_process_is_free(holder, monkeypatch):
+    looks = []
+
+    def kill_at_the_third_look():
+        looks.append(holder.poll())
+        if len(looks) == 3:
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(build, "_compiler", lambda find=build._compiler: [*find()])
+    assert not isinstance(library._load(kill_at_the_third_look), str)
+    assert looks[:3] == [None] * 3
+
+
+def test_nobody_waits_for_ever_for_the_lock(holder, monkeypatch):
+    monkeypatch.setattr(build, "SECONDS_TO_WAIT_FOR_OTHERS", 0.2)
+    assert not isinstance(load(), str) and holder.poll() is None
+
+
+def test_an_interruption_ends_the_wait_for_the_lock(holder):
+    with pytest.raises(KeyboardInterrupt):
+        library._load(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+def test_a_file_system_without_locks(cache, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    assert not isinstance(load(), str)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_library_of_a_wheel_is_chosen_by_the_processor(tmp_path, monkeypatch):
+    """The best level that the processor has; a damaged file is passed over, and without any the library is compiled."""
+    levels = build.LEVELS[platform.machine()]
+    here = set(build._processor().split())
+    possible = [name for name, _, needed in levels if here.issuperset(needed)]
+    monkeypatch.setenv("CFLAGS", "-O0")
+    monkeypatch.setattr(build, "LEVELS", {platform.machine(): tuple(one for one in levels if one[0] in possible[-2:])})
+    monkeypatch.setattr(build, "IN_WHEELS", tmp_path)
+    monkeypatch.setattr(build, "_compiler", lambda: pytest.fail("a compiler is looked for"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_compiler", lambda: ["cc"])
+        build.build_for_wheel(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{name}.so" for name in possible[-2:]}
+    for name in possible[-2:]:
+        assert load()._name == str(tmp_path / f"step-{name}.so")
+        (tmp_path / f"step-{name}.so").write_bytes(b"damaged")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="compiling"):
+        patch.setattr(build, "_compiler", lambda: (_ for _ in ()).throw(RuntimeError("compiling")))
+        load()
 
 
 HOME = pwd.getpwuid(os.getuid()).pw_dir

@@ -13,7 +13,7 @@ from batch_manager.layers.recording import NotRecordableError, RecordedAttention
 from batch_manager.models import load_model
 from batch_manager.models.registry import _MODEL_TYPES
 from batch_manager.runtime import step_compilation
-from batch_manager.runtime.step_compilation import LARGEST_HEAD, compile_step, may_compile
+from batch_manager.runtime.step_compilation import LARGEST_HEAD, compile_step, obstacle_to_compiling
 
 from ..models.test_model_spec import BASE, OTHERS
 
@@ -91,17 +91,17 @@ def blocks(tokens):
 
 
 def test_every_other_item_of_the_list(tmp_path, monkeypatch):
-    assert may_compile(params(), CPU, None)
+    assert not obstacle_to_compiling(params(), CPU, None)
     left = [item for item in listed("These") if not item.startswith("OLMo")]
     refused = {"`deterministic`": (params(deterministic=True), CPU, None),
                "blocks of 8 tokens": (blocks(8), CPU, None),
                "an attention part of your own (`Parts.attention`)": (params(), CPU, lambda spec, pool: None)}
     for item, arguments in refused.items():
-        assert not may_compile(*arguments)
+        assert obstacle_to_compiling(*arguments)
         left.remove(item)
-    assert all(may_compile(blocks(size), CPU, None) for size in BLOCK_SIZES if size != 8)
+    assert not any(obstacle_to_compiling(blocks(size), CPU, None) for size in BLOCK_SIZES if size != 8)
     monkeypatch.setattr(step_compilation, "use_triton", lambda device: True)      # the variable is read at import
-    assert not may_compile(params(), CPU, None)
+    assert obstacle_to_compiling(params(), CPU, None)
     left.remove("`TRITON_INTERPRET` in the environment")
 
     wide = loaded(tmp_path, "LlamaForCausalLM", head_size=LARGEST_HEAD + 2)

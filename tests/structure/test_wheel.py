@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,13 +14,26 @@ from pathlib import Path
 
 import pytest
 
+from batch_manager.triton_kernels.cpu.native import build
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 NEEDED_SETUPTOOLS = 77
+LIBRARIES = {f"batch_manager/triton_kernels/cpu/native/in_wheels/step-{name}.so"
+             for name, *_ in build.LEVELS.get(platform.machine(), ())}
+has_compiler = pytest.mark.skipif(not LIBRARIES or not any(map(shutil.which, build.COMPILERS)),
+                                  reason="there is no C compiler, or no list of instruction sets for this processor")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Return the names of the files in a wheel of the checkout.
+def wheel(wheel_file):
+    """Return the names of the files in a wheel of the checkout."""
+    with zipfile.ZipFile(wheel_file) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def wheel_file(tmp_path_factory):
+    """Return the path of a wheel of the checkout. Its library is compiled without optimization, which is faster.
 
     The wheel is built from a copy, so that the checkout gets no build folder.
     """
@@ -37,14 +52,13 @@ def wheel(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
     isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
     result = subprocess.run([*command, *([] if isolated else ["--no-build-isolation"]), str(copy)],
-                            capture_output=True, text=True, timeout=300)
+                            capture_output=True, text=True, timeout=300, env={**os.environ, "CFLAGS": "-O0"})
     nothing_fetched = r"(No matching distribution found for|Could not find a version .*) setuptools"
     if isolated and re.search(nothing_fetched, result.stderr):
         pytest.skip(f"building a wheel takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed and pip got none")
     assert result.returncode == 0, result.stderr
     (path,) = folder.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
-        return archive.namelist()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +77,13 @@ def source_distribution(tmp_path_factory):
     return unpacked
 
 
-def backend_call(function: str, source: Path, target: Path) -> None:
-    """Run a function of setuptools' build backend in a folder, as `python -m build` does."""
+def backend_call(function: str, source: Path, target: Path, **variables: str) -> str:
+    """Run a function of setuptools' build backend in a folder, as `python -m build` does. Return what it printed."""
     result = subprocess.run(
         [sys.executable, "-c", f"import setuptools.build_meta as backend; backend.{function}({str(target)!r})"],
-        cwd=source, capture_output=True, text=True, timeout=300)
+        cwd=source, capture_output=True, text=True, timeout=300, env={**os.environ, "CFLAGS": "-O0", **variables})
     assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def installed_setuptools() -> int:
@@ -105,9 +120,43 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
 def test_a_wheel_has_no_other_files(wheel):
     """A wheel has no tests, no examples and no files that a run created."""
     known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv", ".js", ".css", ".html")
-    assert [name for name in wheel if ".dist-info/" not in name and not name.endswith(known)] == []
+    assert {name for name in wheel if ".dist-info/" not in name and not name.endswith(known)} <= LIBRARIES
     metadata = {name.partition(".dist-info/")[2] for name in wheel if ".dist-info/" in name}
     assert metadata == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+
+
+@has_compiler
+def test_a_wheel_runs_compiled_steps_without_a_compiler(wheel_file, wheel, tmp_path):
+    """The wheel has the library for every level, is for this platform, and needs neither a compiler nor a cache."""
+    assert set(wheel) >= LIBRARIES and wheel_file.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(tmp_path / "installed")
+    environment = {name: value for name, value in os.environ.items() if name != "CC"}
+    environment |= {"PATH": "/nowhere", "PYTHONPATH": str(tmp_path / "installed"), "XDG_CACHE_HOME": str(tmp_path)}
+    program = """
+from batch_manager.extras.llm import LLM
+import batch_manager
+with LLM(MODEL, device="cpu", cpu_compile=True) as llm:
+    tokens = llm.generate([[5]], max_tokens=4)[0].tokens
+    print(batch_manager.__file__, llm.info.dispatch, repr(llm.info.not_compiled), len(tokens))
+""".replace("MODEL", repr(str(REPOSITORY / "examples/models/austen-4m")))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                            env=environment)
+    assert result.stdout.split() == [f"{tmp_path}/installed/batch_manager/__init__.py", "compiled", "''", "4"], (
+        result.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["installed"]
+
+
+def test_a_wheel_without_a_compiler_is_for_all_platforms_and_says_so(source_distribution, tmp_path):
+    """Also after a build with a compiler in the same folder."""
+    stale = source_distribution / "build/lib/batch_manager/triton_kernels/cpu/native/in_wheels/step-v3.so"
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    stale.touch()
+    said = backend_call("build_wheel", source_distribution, tmp_path, PATH="/nowhere", CC="")
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl") and "NO COMPILED LIBRARY (found no C compiler" in said
+    with zipfile.ZipFile(path) as archive:
+        assert LIBRARIES.isdisjoint(archive.namelist())
 
 
 def test_a_source_distribution_has_what_is_tracked(source_distribution):

@@ -1,13 +1,14 @@
-"""Finds the compiled library in a cache folder, or builds it.
+"""Finds the compiled library in the package or in a cache folder, or builds it.
 
-The library is compiled with `-march=native`, so its file name contains a digest of the processor, the compiler and the
-sources. The file ends with a checksum of its content, because loading a damaged library would crash the process.
-
-`cache_folders` names the folders in which the library is kept.
+A wheel that was built where a compiler is has the library once for each level of instruction sets. Everywhere else the
+library is compiled with `-march=native` and kept in a cache folder, under a name with a digest of the processor, the
+compiler and the sources. A file ends with a checksum of its content, because loading a damaged library would crash the
+process.
 """
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,22 @@ logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 SOURCE, HEADERS = HERE / "step.c", (
     "vectors.h", "tiles.h", "products.h", "rows.h", "attention.h", "attention_tiles.h")
+IN_WHEELS = HERE / "in_wheels"
+_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+# Machine -> (name, options of the compiler, instruction sets in /proc/cpuinfo) of the libraries in a wheel, best first.
+LEVELS = {
+    "x86_64": (("amx", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+                (*_V4, "avx512_bf16", "amx_tile", "amx_bf16")),
+               ("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_V4, "avx512_bf16")),
+               ("v4", ("-march=x86-64-v4",), _V4), ("v3", ("-march=x86-64-v3",), _V3),
+               ("v2", ("-march=x86-64-v2",), ("ssse3", "sse4_1", "sse4_2", "popcnt", "cx16"))),
+    "aarch64": (("v8", ("-march=armv8-a",), ("asimd",)),)}
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 SECONDS_TO_COMPILE, SECONDS_TO_SAY_A_VERSION = 300.0, 60.0
 SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_TO_WAIT_FOR_OTHERS = SECONDS_TO_COMPILE
 LONGEST_MESSAGE = 300
 UNFINISHED = "unfinished-"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -44,19 +57,55 @@ class CannotBuildError(Exception):
 
 
 def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
-    """Return the library from the first usable cache folder, and build it there if it is missing or damaged.
+    """Return the library of the package, or else of the first usable cache folder, built if it is missing or damaged.
 
     functions            functions that the library must export
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed
 
     Raises CannotBuildError.
     """
+    library = _library_of_wheel(functions)
+    if library is not None:
+        return library
     compiler = _compiler()
     try:
         name = _file_name(compiler, check_interruption)
         return _loaded(compiler, name, functions, check_interruption)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CannotBuildError(f"compiling with {shlex.join(compiler)} failed: {error}") from error
+        raise CannotBuildError(f"compiling with {shlex.join(compiler)} failed: {error}; name another C compiler in $CC"
+                               ) from error
+
+
+def build_for_wheel(folder: Path) -> None:
+    """Compile the library for all levels of this machine's kind of processor, as a wheel has it, into `folder`.
+
+    $CFLAGS is added to the options of the compiler. Raises CannotBuildError.
+    """
+    levels = LEVELS.get(platform.machine(), ()) if platform.system() == "Linux" else ()
+    if not levels:
+        raise CannotBuildError(f"no list of instruction sets for {platform.system()} on {platform.machine()}")
+    compiler = _compiler()
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [flag for flag in FLAGS if flag != "-march=native"] + shlex.split(os.environ.get("CFLAGS", ""))
+    for name, options, _ in levels:
+        path = str(folder / f"step-{name}.so")
+        try:
+            _run([*compiler, *flags, *options, "-o", path, str(SOURCE), "-lm"], SECONDS_TO_COMPILE, lambda: None)
+            _append_digest(path)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CannotBuildError(f"compiling for {name} with {shlex.join(compiler)} failed: {error}") from error
+
+
+def _library_of_wheel(functions: Sequence[str]) -> ctypes.CDLL | None:
+    """Return the library of the package for this processor; None if the package has none, or a damaged one."""
+    if not IN_WHEELS.is_dir():
+        return None
+    found = set(_processor().split())
+    for name, _, needed in LEVELS.get(platform.machine(), ()):
+        if found.issuperset(needed):
+            with contextlib.suppress(OSError):
+                return _opened(IN_WHEELS / f"step-{name}.so", functions)
+    return None
 
 
 def _compiler() -> Compiler:
@@ -70,7 +119,8 @@ def _compiler() -> Compiler:
             return [path, *wanted[1:]]
     for path in filter(None, map(shutil.which, COMPILERS)):
         return [path]
-    raise CannotBuildError(f"found no C compiler: neither $CC nor {', '.join(COMPILERS)}")
+    raise CannotBuildError(f"found no C compiler: neither $CC nor {', '.join(COMPILERS)}; install one, for example "
+                           "with apt-get install gcc")
 
 
 def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_interruption: Callable[[], None]
@@ -90,22 +140,62 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
                 continue                                   # others could plant code that this process runs
             with contextlib.suppress(OSError):             # missing or damaged: build it again
                 return _opened(path, functions)
-            _remove_unfinished(folder)
-            handle, unfinished = tempfile.mkstemp(dir=folder, prefix=UNFINISHED, suffix=".so")
         except OSError:
             continue
-        os.close(handle)
-        try:
-            _compile(compiler, unfinished, check_interruption)
-            _append_digest(unfinished)
-            library = _opened(Path(unfinished), functions)
-            os.replace(unfinished, path)                   # atomic, because other processes may load or compile it
-            return library
-        except OSError as error:                           # such as a full disk: try the next folder
-            refusal = error
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
+        with _one_process_at_a_time(folder, check_interruption):
+            with contextlib.suppress(OSError):             # another process has built it meanwhile
+                return _opened(path, functions)
+            try:
+                _remove_unfinished(folder)
+                handle, unfinished = tempfile.mkstemp(dir=folder, prefix=UNFINISHED, suffix=".so")
+            except OSError:
+                continue
+            os.close(handle)
+            try:
+                _compile(compiler, unfinished, check_interruption)
+                _append_digest(unfinished)
+                library = _opened(Path(unfinished), functions)
+                os.replace(unfinished, path)               # atomic, because other processes may load or compile it
+                return library
+            except OSError as error:                       # such as a full disk: try the next folder
+                refusal = error
+            finally:
+                Path(unfinished).unlink(missing_ok=True)
     raise refusal
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(folder: Path, check_interruption: Callable[[], None]) -> Iterator[None]:
+    """Context manager: hold the lock of a folder, so that processes that start together compile once.
+
+    The system releases the lock of a process that ends. Where there are no locks, as in some network file systems, and
+    after SECONDS_TO_WAIT_FOR_OTHERS, the block runs without the lock: then several processes compile, which is slower
+    and otherwise harmless.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    ends_at, is_said = time.monotonic() + SECONDS_TO_WAIT_FOR_OTHERS, False
+    try:
+        while time.monotonic() < ends_at:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_said:
+                    logger.info("another process compiles the step; waiting for it")
+                is_said = True
+                check_interruption()
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            except OSError:
+                break
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)             # also if a forked child has a copy of the handle
+        os.close(handle)
 
 
 def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:

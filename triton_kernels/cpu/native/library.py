@@ -52,7 +52,8 @@ class CannotCompileError(Exception):
 
 
 def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctypes.CDLL:
-    """Return the library. The first call compiles it, unless the cache has it; later calls return the same result.
+    """Return the library. The first call compiles it, unless the package or the cache has it; later calls return the
+    same result.
 
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed and the
                          exception propagates
