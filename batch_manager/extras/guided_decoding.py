@@ -13,8 +13,7 @@ set `end_id` and a sufficient `request_output_len`, because an output that is cu
 """
 
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,11 @@ import torch
 
 from ..errors import ConfigError, InvalidRequestError
 from ..triton_kernels import dispatch
+from .token_bytes import TokenBytes
+from .tokenizer import encode, load_tokenizer
+
+# Precedes a text that is encoded alone, so that the tokenizer puts no space before the text.
+_SENTINEL = "\x02"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class _Session:
 class GuidedDecoding:
     """A batched logits post-processor that constrains each request to its grammar.
 
-    tokenizer    path of the model's tokenizer.json (Hugging Face tokenizers), or a `tokenizers.Tokenizer`
+    tokenizer    path of the model's tokenizer.json or of its folder, or a tokenizer of `tokenizers` or transformers
     vocab_size   vocabulary size of the model; may be larger than the tokenizer's
     end_id       token that ends an output; must be an end id of each request. The grammar treats other end ids of a
                  request as ordinary tokens
@@ -57,7 +61,7 @@ class GuidedDecoding:
     `regex`, `json_schema` and `lark` compile a grammar, which can be slow. Call them where requests are created, not in
     a callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not supported.
 
-    Raises ConfigError if llguidance is not installed or cannot read the tokenizer.
+    Raises ConfigError if llguidance is not installed, or if the tokens of the tokenizer cannot be decoded one by one.
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, end_id: int) -> None:
@@ -66,13 +70,14 @@ class GuidedDecoding:
         except ImportError as error:
             raise ConfigError("llguidance is not installed", "it is required for guided decoding",
                               'pip install "batch-manager[guided]"') from error
+        if not callable(getattr(tokenizer, "decode", None)):
+            tokenizer = load_tokenizer(tokenizer)
+        vocabulary = _Vocabulary(tokenizer, vocab_size, end_id)
         try:
-            source = tokenizer.to_str() if hasattr(tokenizer, "to_str") else os.fspath(tokenizer)
-            self._tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=end_id)
-        except (ValueError, RuntimeError, OSError) as error:
-            what = "the tokenizer" if hasattr(tokenizer, "to_str") else repr(os.fspath(tokenizer))
-            raise ConfigError(f"llguidance cannot use {what}: {error}",
-                              "expected the tokenizer.json of the model", "pass the path of that file") from error
+            self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=end_id)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"llguidance cannot use the tokenizer: {error}",
+                              "expected the tokenizer of the model", "pass the path of its tokenizer.json") from error
         self._make_matcher = llguidance.LLMatcher
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
@@ -162,6 +167,52 @@ class GuidedDecoding:
                                       "set beam_width to 1")
         _catch_up(session, beams[0])
         return np.frombuffer(session.matcher.compute_bitmask(), np.int32)[: self._num_words]
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it: the bytes of each token, and the special tokens, which match no text."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_id: int) -> None:
+        known = TokenBytes(tokenizer)
+        if not known.have_own_bytes:
+            raise ConfigError("the tokens of this tokenizer cannot be decoded one by one",
+                              "guided decoding needs the bytes of each token",
+                              "pass a tokenizer whose decoder is ByteLevel, ByteFallback, Metaspace or WordPiece")
+        self._tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, end_id, None
+        self.tokens: Sequence[bytes] = [known[token] for token in range(vocab_size)]
+        self._special = known.special.keys()
+        self.special_token_ids: Sequence[int] = [token for token in known.special if token < vocab_size]
+
+        self._before = encode(tokenizer, _SENTINEL, add_special_tokens=False)
+        self._by_bytes: dict[bytes, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text that continues another one. Their joined bytes are those of the text."""
+        if not isinstance(text, str):
+            raise TypeError("expected a string")
+        ids = encode(self._tokenizer, _SENTINEL + text, add_special_tokens=False)
+        rest = ids[len(self._before):]
+        is_text = not any(token in self._special or token >= len(self.tokens) for token in rest)
+        if ids[: len(self._before)] == self._before and is_text and self._joined(rest) == text.encode():
+            return rest
+        return self._greedy(text.encode())
+
+    def _joined(self, ids: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in ids)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        if not self._by_bytes:
+            self._by_bytes = {content: token for token, content in enumerate(self.tokens)
+                                   if content and token not in self._special}
+        ids, start, longest = [], 0, max(map(len, self._by_bytes))
+        while start < len(text):
+            end = next((end for end in range(min(len(text), start + longest), start, -1)
+                        if text[start:end] in self._by_bytes), None)
+            if end is None:                      # the vocabulary cannot spell the text
+                break
+            ids.append(self._by_bytes[text[start:end]])
+            start = end
+        return ids
 
 
 def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:

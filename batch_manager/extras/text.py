@@ -84,7 +84,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int] = (),
                  stop: str | Iterable[str] | None = (), skip_special_tokens: bool = True) -> None:
         self.stopped_by: str | None = None
-        kind = _kind_of(tokenizer, bool(skip_special_tokens))
+        kind = kind_of(tokenizer, bool(skip_special_tokens))
         self._text, self._new_text, self._omitted = kind.new_text(), kind.new_text, kind.omitted
         self.comes_in_pieces = not isinstance(self._text, WholeText)
         self._stop = stop_strings(stop)
@@ -189,10 +189,12 @@ class _Kind(NamedTuple):
 
     new_text   returns an empty text
     omitted    the special tokens that the text omits, by id
+    pieces     what each token adds to a text; None: tokens cannot be decoded one by one
     """
 
     new_text: Callable[[], Text]
     omitted: Mapping[int, str]
+    pieces: Pieces | None
 
 
 class _Identity:
@@ -208,7 +210,11 @@ class _Identity:
         return isinstance(other, _Identity) and self.value is other.value
 
 
-def _kind_of(tokenizer: Any, skips: bool) -> _Kind:
+def kind_of(tokenizer: Any, skips: bool) -> _Kind:
+    """Return what texts need of a tokenizer, with or without (`skips`) special tokens. Examines a tokenizer once.
+
+    Raises ConfigError for an object that is not a tokenizer.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if _is_fast(tokenizer) or _is_fast(backend):
         backend = tokenizer if _is_fast(tokenizer) else backend
@@ -291,8 +297,7 @@ def _fast_kind(key: _Identity, skips: bool, decoder: bytes | str | None, num_tok
     omitted = {number: token.content for number, token in added.items() if skips and token.special}
     probe = _probe(lambda text: backend.encode(text, add_special_tokens=False).ids)
     sample = Sample(num_tokens, sorted(added), probe)
-    return _Kind(_maker(tokenizer, skips, rules, backend.id_to_token, lambda _, token: token in special, sample),
-                 omitted)
+    return _kind(tokenizer, skips, rules, backend.id_to_token, lambda _, token: token in special, sample, omitted)
 
 
 @lru_cache(maxsize=16)
@@ -310,16 +315,16 @@ def _slow_kind(key: _Identity, skips: bool, num_tokens: int, special: tuple[int,
     sample = Sample(num_tokens, sorted({*getattr(tokenizer, "added_tokens_decoder", ()), *special}), probe)
     token_of = getattr(tokenizer, "convert_ids_to_tokens", None)
     omitted = {number: token_of(number) for number in special} if skips and token_of is not None else {}
-    return _Kind(_maker(tokenizer, skips, rules, token_of, lambda token_id, _: token_id in special, sample), omitted)
+    return _kind(tokenizer, skips, rules, token_of, lambda token_id, _: token_id in special, sample, omitted)
 
 
-def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[int], str | None] | None,
-           is_special: Callable[[int, str], bool], sample: Sample) -> Callable[[], Text]:
+def _kind(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[int], str | None] | None,
+          is_special: Callable[[int, str], bool], sample: Sample, omitted: Mapping[int, str]) -> _Kind:
     decode = partial(tokenizer.decode, skip_special_tokens=skips)
     for rule in rules:
         pieces = Pieces(rule, token_of, is_special if skips else lambda *_: False)
         if agrees(pieces, decode, sample):
-            return partial(text_of, pieces)
+            return _Kind(partial(text_of, pieces), omitted, pieces)
     log.warning("text: tokens of a %s cannot be detokenized incrementally; each text arrives in one piece, when it "
                 "is finished", type_name(tokenizer))
     try:
@@ -328,4 +333,4 @@ def _maker(tokenizer: Any, skips: bool, rules: list[Rule], token_of: Callable[[i
         raise ConfigError(f"the tokenizer, of type {type_name(tokenizer)}, cannot decode: {type(error).__name__}",
                           f"decode(list of tokens, skip_special_tokens={skips}) must return a str",
                           "pass a tokenizers.Tokenizer, or a tokenizer of transformers") from error
-    return partial(WholeText, decode)
+    return _Kind(partial(WholeText, decode), omitted, None)

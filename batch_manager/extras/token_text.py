@@ -132,21 +132,21 @@ class _ReplaceInText:
     """Replaces every occurrence of a string, from the left. Holds back a suffix that may start an occurrence."""
 
     def __init__(self, pattern: str, content: str) -> None:
-        self._pattern, self._content = pattern, content
+        self.pattern, self._content = pattern, content
         self.held = ""
 
     def feed(self, text: str) -> str:
-        if not self.held and self._pattern not in text and self._pattern[0] not in text[1 - len(self._pattern):]:
+        if not self.held and self.pattern not in text and self.pattern[0] not in text[1 - len(self.pattern):]:
             return text
-        parts = (self.held + text).split(self._pattern)
+        parts = (self.held + text).split(self.pattern)
         end = parts[-1]        # replacement text is never part of another occurrence
-        kept = next((n for n in range(min(len(end), len(self._pattern) - 1), 0, -1)
-                     if end.endswith(self._pattern[:n])), 0)
+        kept = next((n for n in range(min(len(end), len(self.pattern) - 1), 0, -1)
+                     if end.endswith(self.pattern[:n])), 0)
         parts[-1], self.held = end[: len(end) - kept], end[len(end) - kept:]
         return self._content.join(parts)
 
     def rest(self, text: str) -> str:
-        return (self.held + text).replace(self._pattern, self._content)
+        return (self.held + text).replace(self.pattern, self._content)
 
 
 class _CleanUp:
@@ -193,6 +193,13 @@ class Rule:
     joins: str = "text"
     after: tuple[Each, ...] = ()
     steps: tuple[Callable[[], TextStep], ...] = ()
+
+    def replaced(self, piece: str) -> str:
+        """Apply the steps that replace single characters to the text of one token."""
+        for step in (make() for make in self.steps):
+            if isinstance(step, _ReplaceInText) and len(step.pattern) == 1:
+                piece = step.rest(piece)
+        return piece
 
     def with_clean_up(self) -> "Rule":
         return Rule(self.before, self.joins, self.after, (*self.steps, _CleanUp))

@@ -16,9 +16,9 @@ LONG_TEXT = 8192    # characters; takes a few milliseconds to encode
 def load_tokenizer(folder: str | os.PathLike) -> Any:
     """Return the `tokenizers.Tokenizer` of a model.
 
-    folder   a folder with a tokenizer.json, whose padding and truncation are switched off; or a `.gguf` file (see
-             `gguf_tokenizer`). Added tokens and special tokens of the folder's other files are read too (see
-             `tokenizer_files`)
+    folder   a folder with a tokenizer.json, or the path of such a file; or a `.gguf` file (see `gguf_tokenizer`).
+             Padding and truncation are switched off. Added tokens and special tokens of the folder's other files are
+             read too (see `tokenizer_files`)
 
     Raises ConfigError if the library is not installed, if tokenizer.json is missing, if a file is unreadable, or if the
     GGUF file is broken or has an unsupported tokenizer.
@@ -33,7 +33,8 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
                           "expected a str or os.PathLike", "pass the path of a model, or a tokenizer object")
     if is_gguf_file(folder):
         return load_gguf_tokenizer(folder)
-    path = Path(folder) / TOKENIZER_FILE
+    path = Path(folder)
+    path = path if path.suffix == ".json" and not path.is_dir() else path / TOKENIZER_FILE
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {os.fspath(folder)!r}", "expected the folder of a model on this machine",
                           "pass its path, or fetch a model with `hf download NAME` and pass the path that it prints")

@@ -1,6 +1,7 @@
 """With guided decoding, outputs of the shipped model match the schema or pattern of their request, in any batch."""
 
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -121,8 +122,8 @@ def test_a_request_without_a_grammar_is_told_so_and_costs_the_others_nothing(mak
     assert {tokenizer.decode(client.final(i).tokens()) for i in (1, 3)} <= {"yes", "no"}
 
 
-def allowed(guided, request_id, tokens):
-    logits = torch.zeros(1, 1, 1, VOCAB)
+def allowed(guided, request_id, tokens, vocab_size=VOCAB):
+    logits = torch.zeros(1, 1, 1, vocab_size)
     guided([request_id], logits, [[tokens]])
     return set(torch.nonzero(logits[0, 0, 0] == 0)[:, 0].tolist())
 
@@ -175,8 +176,39 @@ def test_what_does_not_compile_is_refused_at_once(guided, make):
         make(guided)
 
 
+@pytest.mark.parametrize("name", ["byte level", "llama", "gemma", "metaspace"])
+def test_allowed_tokens_are_those_whose_bytes_match_for_every_decoder(name):
+    """llguidance's own reading of tokenizer.json is the reference where it knows the decoder."""
+    import llguidance
+
+    from batch_manager.extras.token_bytes import TokenBytes
+    from tests.extras.text_streams import tokenizer_named
+
+    tokenizer, pattern, draw = tokenizer_named(name), r" (the cat|The naïve 日本語) [a-z' ]{2,9}\.", random.Random(name)
+    if name == "byte level":        # llguidance and the library differ in added tokens that are letters of bytes
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str().replace("été", "ETE"))
+    size, end, known = tokenizer.get_vocab_size(), tokenizer.token_to_id("</s>"), TokenBytes(tokenizer)
+    guided, theirs, texts = GuidedDecoding(tokenizer, vocab_size=size, end_id=end), None, set()
+    for number in range(12):
+        guided.constrain(number, guided.regex(pattern))
+        if name in ("byte level", "llama", "gemma"):
+            own = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=end)
+            theirs = llguidance.LLMatcher(own, llguidance.LLMatcher.grammar_from_regex(pattern), log_level=0)
+        tokens, text = [end], b""
+        while (choices := allowed(guided, number, tokens, size)) != {end}:
+            if theirs is not None:
+                mask = np.frombuffer(theirs.compute_bitmask(), np.uint8)
+                assert choices == set(np.flatnonzero(np.unpackbits(mask, bitorder="little", count=size)).tolist())
+            tokens.append(draw.choice(sorted(choices - {end})))
+            text += known[tokens[-1]]
+            assert theirs is None or theirs.consume_tokens(tokens[-1:])
+        assert re.fullmatch(pattern, text.decode()) and not known.special.keys() & set(tokens[1:])
+        texts.add(text)
+    assert len(texts) > 6
+
+
 def test_without_the_library_or_the_tokenizer_the_error_says_what_to_do(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match="tokenizer.json of the model"):
+    with pytest.raises(ConfigError, match="there is no file"):
         GuidedDecoding(tmp_path / "tokenizer.json", vocab_size=VOCAB, end_id=END)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r'pip install "batch-manager\[guided\]"'):

@@ -22,8 +22,8 @@ pytest.importorskip("jinja2")
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.errors import FIELDS  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
-from batch_manager.extras.openai.token_names import TextOffsets, TokenNames, _bytes_of_characters  # noqa: E402
 from batch_manager.extras.sampling import Sampling  # noqa: E402
+from batch_manager.extras.token_bytes import TokenBytes, TokenPositions  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -195,7 +195,7 @@ def test_echo_with_log_probs_tells_those_of_the_prompt_too():
 @pytest.mark.parametrize("text", ["Emma smiled, and", "It is 😀 a naïve café", "é😀", "— 文字 — ✓", "\x00\x7f 🎩🎩"])
 def test_offsets_are_those_of_characters_that_several_tokens_may_share(text):
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids
-    offsets = TextOffsets(TokenNames(TOKENIZER), 7)
+    offsets = TokenPositions(TokenBytes(TOKENIZER), (), 7)
     found = [offsets.next(token) for token in tokens]
     before = [TOKENIZER.decode(tokens[:number]) for number in range(len(tokens))]
     assert found == [7 + len(decoded.rstrip("\N{REPLACEMENT CHARACTER}")) for decoded in before]
@@ -203,13 +203,11 @@ def test_offsets_are_those_of_characters_that_several_tokens_may_share(text):
 
 
 def test_invalid_bytes_have_the_positions_of_their_replacements():
-    """A tokenizer that has each byte as a token; its text is what Python decodes."""
+    """Each byte is a token of the byte-level alphabet; the text is what Python decodes."""
     given = [0xF0, 0x9F, 0x98, 0x41, 0xC3, 0xA9, 0x80, 0xE2, 0x82, 0xC3, 0xA9, 0xFF, 0x42]
-    alphabet = {byte: character for character, byte in _bytes_of_characters().items()}
-    names = TokenNames(SimpleNamespace(
-        decode=lambda tokens, skip_special_tokens: bytes(tokens).decode(errors="replace"), id_to_token=alphabet.get))
-    offsets = TextOffsets(names, 0)
-    assert [offsets.next(byte) for byte in given] == [0, 0, 0, 1, 2, 2, 3, 4, 4, 5, 5, 6, 7]
+    offsets = TokenPositions(TokenBytes(TOKENIZER), (), 0)
+    given_ids = [next(n for n in range(2, 258) if TokenBytes(TOKENIZER)[n] == bytes([byte])) for byte in given]
+    assert [offsets.next(token) for token in given_ids] == [0, 0, 0, 1, 2, 2, 3, 4, 4, 5, 5, 6, 7]
     assert bytes(given).decode(errors="replace") == "\ufffdAé\ufffd\ufffdé\ufffdB"
 
 

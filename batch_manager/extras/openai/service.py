@@ -18,13 +18,14 @@ from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
+from ..token_bytes import TokenPositions
 from ..tokenizer import encode, load_tokenizer
 from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused
 from .fields import WORD, ParsedBody, read_body
 from .prompt_log_probs import prompt_log_probs
 from .shapes import DONE, Shapes, usage
-from .token_names import TextOffsets, TokenNames
+from .token_names import TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
@@ -160,12 +161,12 @@ class _Choice:
     prompt             log-probabilities of the prompt that have arrived and have not been sent; None: there are none
     """
 
-    __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "offsets",
+    __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "positions",
                  "metrics", "observe")
 
     def __init__(self, index: int, stream: Stream, text: GeneratedText, prompt_ids: list[int], waits_for_prompt: bool,
-                 offsets: TextOffsets, observe: Callable[[PerfMetrics, int], None] | None) -> None:
-        self.index, self.stream, self.text, self.offsets, self.observe = index, stream, text, offsets, observe
+                 positions: TokenPositions | None, observe: Callable[[PerfMetrics, int], None] | None) -> None:
+        self.index, self.stream, self.text, self.positions, self.observe = index, stream, text, positions, observe
         self.prompt_ids, self.waits_for_prompt, self.prompt = prompt_ids, waits_for_prompt, None
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the last delta; never after a stop string
@@ -212,8 +213,11 @@ class Answer:
         with_prompt = parsed.echo and parsed.sampling.log_probs
         for index, (stream, (_, _, text)) in enumerate(zip(streams, requests)):
             number = index // parsed.count
-            self._choices.append(_Choice(index, stream, text, prompts[number], with_prompt,
-                                         TextOffsets(service.token_names, len(self._echoes[number])), service.observe))
+            positions = None
+            if parsed.sampling.log_probs:
+                positions = TokenPositions(service.token_names.bytes, prompts[number], len(self._echoes[number]))
+            self._choices.append(_Choice(index, stream, text, prompts[number], with_prompt, positions,
+                                         service.observe))
 
     def cancel(self) -> None:
         """Stop all requests of the answer. Called on the event loop."""
@@ -342,10 +346,10 @@ class Answer:
             tokens, values, likeliest = (own + mine for own, mine in zip(
                 (choice.prompt.tokens, choice.prompt.log_probs, choice.prompt.top_log_probs),
                 (tokens, values, likeliest)))
-            choice.offsets, choice.prompt = TextOffsets(self._service.token_names, 0), None
+            choice.positions, choice.prompt = TokenPositions(self._service.token_names.bytes, (), 0), None
         if self.is_streaming and not tokens:
             return None
-        return self._shapes.log_probs(tokens, values, likeliest, choice.offsets)
+        return self._shapes.log_probs(tokens, values, likeliest, choice.positions)
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.

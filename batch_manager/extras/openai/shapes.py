@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 
 from ...names import FinishReason
-from .token_names import TextOffsets, TokenNames
+from ..token_bytes import TokenPositions
+from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOG_PROB = -9999.0     # OpenAI's value for an impossible token; JSON has no infinity
@@ -75,29 +76,33 @@ class Shapes:
         return orjson.dumps({**self._head, "choices": choices, "usage": usage, **more})
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
-                  likeliest: Sequence[dict[int, float] | None], offsets: TextOffsets) -> dict[str, Any]:
+                  likeliest: Sequence[dict[int, float] | None], positions: TokenPositions) -> dict[str, Any]:
         """Return the `logprobs` object of a list of tokens, in the format of completions or chats.
+
+        The joined bytes of a chat's tokens are those of its text. A special token has no bytes, because the text omits
+        it.
 
         values      log-probability of each token; None for the first token of a prompt
         likeliest   for each position, the likeliest tokens and their log-probabilities; empty: not requested
-        offsets     gives the position of each token in the text of a completion. The method advances it past
-                    `tokens`. Not used for a chat
+        positions   gives the position of each token in the text. The method advances it past `tokens`
         """
-        named = [self._names[token] for token in tokens]
         if self._is_chat:
             likeliest = likeliest or [{}] * len(tokens)
-            return {"content": [
-                {**self._entry(token, value), "top_logprobs": [self._entry(*pair) for pair in others.items()]}
-                for token, value, others in zip(tokens, values, likeliest, strict=True)], "refusal": None}
+            content = []
+            for token, value, others in zip(tokens, values, likeliest, strict=True):
+                top = [self._entry(*pair, positions) for pair in others.items()]
+                content.append({**self._entry(token, value, positions), "top_logprobs": top})
+                positions.next(token)
+            return {"content": content, "refusal": None}
         top = [None if others is None else self._by_text(token, value, others)
                for token, value, others in zip(tokens, values, likeliest, strict=True)] if likeliest else None
-        return {"tokens": [text for text, _ in named], "top_logprobs": top,
-                "text_offset": [offsets.next(token) for token in tokens],
+        return {"tokens": [self._names[token] for token in tokens], "top_logprobs": top,
+                "text_offset": [positions.next(token) for token in tokens],
                 "token_logprobs": [None if value is None else max(value, LEAST_LOG_PROB) for value in values]}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text, content = self._names[token]
-        return {"token": text, "logprob": max(value, LEAST_LOG_PROB), "bytes": content}
+    def _entry(self, token: int, value: float, positions: TokenPositions) -> dict[str, Any]:
+        return {"token": self._names[token], "logprob": max(value, LEAST_LOG_PROB),
+                "bytes": list(positions.content(token))}
 
     def _by_text(self, token: int, value: float, others: dict[int, float]) -> dict[str, float]:
         """Return text -> log-probability of `token` and of the likeliest tokens `others`, as OpenAI's API does.
@@ -106,7 +111,7 @@ class Shapes:
         """
         by_text: dict[str, float] = {}
         for other, log_prob in (*others.items(), (token, value)):
-            by_text.setdefault(self._names[other][0], max(log_prob, LEAST_LOG_PROB))
+            by_text.setdefault(self._names[other], max(log_prob, LEAST_LOG_PROB))
         return by_text
 
     def _end(self, reason: bytes, usage: dict[str, Any] | None) -> bytes:
