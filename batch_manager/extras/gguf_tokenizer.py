@@ -7,6 +7,7 @@ pre-tokenizer degrades the output without an error.
 
 import os
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ _SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "un
 _INCOMPLETE_METADATA = {
     "gemma": "merges tokens in an order that the file does not record",
     "gemma2": "merges tokens in an order that the file does not record",
-    "gemma3": "merges tokens in an order that the file does not record",
-    "phi3": "has special tokens that absorb spaces, which the file does not record"}
+    "gemma3": "merges tokens in an order that the file does not record"}
+# Phi-3's special tokens absorb the spaces after them, except these. The file does not record it.
+_PHI3, _PHI3_KEEP_SPACES = "phi3", ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +109,22 @@ def load_gguf_tokenizer(path: str | os.PathLike) -> Any:
     if model not in (BYTE_LEVEL, SENTENCE_PIECE):
         raise metadata.fault("tokenizer.ggml.model", f"{BYTE_LEVEL!r} or {SENTENCE_PIECE!r}")
     architecture = metadata.text("general.architecture")
-    if architecture in _INCOMPLETE_METADATA:
+    missing = _INCOMPLETE_METADATA.get(architecture)
+    if architecture == _PHI3 and model == BYTE_LEVEL:
+        missing = "has special tokens that absorb spaces, which the file does not record"
+    if missing is not None:
         raise metadata.fault("general.architecture", "an architecture whose tokenizer the file describes; the "
-                             f"tokenizer of this one {_INCOMPLETE_METADATA[architecture]}")
+                             f"tokenizer of this one {missing}")
     tokens, kinds = metadata.vocabulary()
+    absorbing = set(tokens) - {*_PHI3_KEEP_SPACES} if architecture == _PHI3 else ()
     try:
         if model == BYTE_LEVEL:
             tokenizer, adds_bos = _byte_level(metadata, tokens), _pre_tokenizer(metadata).adds_bos
         else:
             tokenizer, adds_bos = _sentence_piece(metadata, tokens, kinds), True
-        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True, rstrip=token in absorbing)
                                       for token, kind in zip(tokens, kinds) if kind in (CONTROL, UNKNOWN)])
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=False, rstrip=token in absorbing)
                               for token, kind in zip(tokens, kinds) if kind == USER_DEFINED])
         template, special = ["$A"], []
         for name, default in (("bos", adds_bos), ("eos", False)):
@@ -204,7 +210,7 @@ def _sentence_piece(metadata: "_Metadata", tokens: list[str], kinds: list[int]) 
     special = {metadata.token_id(f"tokenizer.ggml.{key}", len(tokens)) for key in _SPECIAL_TOKENS.values()}
     within = [token for n, (token, kind) in enumerate(zip(tokens, kinds))
               if kind in (CONTROL, USER_DEFINED) and n not in special]
-    if begins_with_space and within:
+    if begins_with_space and within and metadata.text("general.architecture") != _PHI3:
         # Original tokenizers differ in whether they add this space.
         raise metadata.fault("tokenizer.ggml.add_space_prefix", "false, because the file does not specify whether "
                              f"the space prefix also precedes text after the token {within[0]!r:.60}",
@@ -235,20 +241,44 @@ def _merges_by_score(metadata: "_Metadata", tokens: list[str], kinds: list[int])
     if not np.isfinite(scores).all():
         raise metadata.fault("tokenizer.ggml.scores", "finite numbers", "a list with NaN or infinity")
     joined = {token for token, kind in zip(tokens, kinds) if kind in (NORMAL, UNUSED)}
-    ordered: dict[float, str] = {}
-    merges = []
+    groups: dict[float, dict[str, list[tuple[str, str]]]] = {}      # score -> token -> its pairs
     for number in np.argsort(-scores, kind="stable").tolist():
         token = tokens[number]
         if kinds[number] != NORMAL:
             continue
         pairs = [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in joined and token[n:] in joined]
         if pairs:
-            other = ordered.setdefault(float(scores[number]), token)
-            if other is not token:
-                raise metadata.fault("tokenizer.ggml.scores", "different scores, which determine the order of merges",
-                                     f"equal for {other!r:.60} and {token!r:.60}")
-            merges += pairs
-    return merges
+            groups.setdefault(float(scores[number]), {})[token] = pairs
+    return [pair for group in groups.values() for token in _ordered(metadata, group) for pair in group[token]]
+
+
+def _ordered(metadata: "_Metadata", group: dict[str, list[tuple[str, str]]]) -> list[str]:
+    """Order tokens of equal scores so that the leftmost pair is merged first, as in llama.cpp.
+
+    Runs of spaces come in descending length: the first two spaces of a run are merged, and then this token grows. Any
+    other token comes before those whose left part is its right part.
+
+    group   token -> pairs whose concatenation it is
+
+    Raises ConfigError if no order of the tokens has this effect.
+    """
+    if len(group) == 1:
+        return list(group)
+    longest_first = sorted(group, key=len, reverse=True)
+    if all(set(token) == {SPACE} for token in group) and len(longest_first[0]) == len(group) + 1:
+        return longest_first
+    by_left: dict[str, set[str]] = {}
+    for token, pairs in group.items():
+        for left, _ in pairs:
+            by_left.setdefault(left, set()).add(token)
+    later = {token: {other for _, right in pairs for other in by_left.get(right, ())} - {token}
+             for token, pairs in group.items()}
+    try:
+        return list(TopologicalSorter(later).static_order())[::-1]
+    except CycleError as error:
+        one, other = error.args[1][:2]
+        raise metadata.fault("tokenizer.ggml.scores", "different scores, which determine the order of merges",
+                             f"equal for {one!r:.60} and {other!r:.60}") from None
 
 
 # ---------------------------------------------------------------------- the metadata

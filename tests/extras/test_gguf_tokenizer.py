@@ -21,6 +21,7 @@ from batch_manager.extras.tokenizer import encode, load_tokenizer  # noqa: E402
 from batch_manager.testing.scripted_backend import ScriptedBackend  # noqa: E402
 from tests.extras.gguf_files import (  # noqa: E402
     CHATML,
+    CONTROL,
     NORMAL,
     SPECIAL,
     TEXT,
@@ -109,22 +110,54 @@ def test_byte_level_tokenizers_give_the_ids_of_the_originals(tmp_path):
             assert encode(ours, text) == expected, (pre, text)
 
 
-def sentence_piece_ids(text, begins_with_space):
-    """Encode a text by the definition of SentencePiece's BPE with the vocabulary PIECES. Return the ids.
+def sentence_piece_ids(text, begins_with_space, pieces=PIECES):
+    """Encode a text by the definition of SentencePiece's BPE, and llama.cpp's, with a vocabulary. Return the ids.
 
     The two neighbours whose union has the highest score are joined, the leftmost first, until no union of neighbours is
     a piece. A character that is no piece is encoded as its bytes."""
-    ids, scores = {piece: n for n, (piece, _, _) in enumerate(PIECES)}, {piece: score for piece, score, _ in PIECES}
+    ids, scores = {piece: n for n, (piece, _, _) in enumerate(pieces)}, {piece: score for piece, score, _ in pieces}
     parts = list(("\u2581" * bool(begins_with_space and text) + text).replace(" ", "\u2581"))
     while True:
         best = max(((scores[pair], -n) for n in range(len(parts) - 1)
-                    if (pair := parts[n] + parts[n + 1]) in ids and PIECES[ids[pair]][2] == NORMAL), default=None)
+                    if (pair := parts[n] + parts[n + 1]) in ids and pieces[ids[pair]][2] == NORMAL), default=None)
         if best is None:
             break
         at = -best[1]
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return [number for part in parts for number in (
         [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()])]
+
+
+# Llama 2's runs of spaces, in its order, and marks of Baichuan's.
+SPACES = [("\u2581" * n, -1e9, NORMAL) for n in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 15)]
+MARKS = [(token, score, NORMAL) for token, score in (
+    ("--", -700.0), ("->", -701.0), ("-->", 0.0), ("---", 0.0), ("<b>", 0.0), ("\u2581t", 0.0), ("-", -702.0),
+    (">", -703.0), ("<", -704.0))]
+
+
+@pytest.mark.parametrize("more", [SPACES, MARKS], ids=["runs of spaces", "marks"])
+def test_equal_scores_merge_the_leftmost_pair_first(tmp_path, more):
+    pieces = [*(piece for piece in PIECES if piece[0] not in {token for token, _, _ in more}), *more]
+    tokenizer, draw = load_tokenizer(write(tmp_path / "a.gguf", sentence_piece_values(pieces))), random.Random(0)
+    parts = ["-", "-", "--", ">", "<b>", " t", "the", "Emma", *(" " * n for n in range(1, 40))]
+    for text in [" " * n + "x" for n in range(80)] + ["".join(draw.choices(parts, k=draw.randrange(1, 12)))
+                                                      for _ in range(300)]:
+        expected = sentence_piece_ids(text, True, pieces)
+        assert encode(tokenizer, text, add_special_tokens=False) == expected, text
+        assert tokenizer.decode(expected) == text
+
+
+def test_special_tokens_of_phi_3_absorb_spaces(tmp_path):
+    """As in Phi-3's tokenizer.json and in llama.cpp; a text after a special token begins with a space again."""
+    pieces = [*PIECES[:2], ("</s>", 0.0, USER_DEFINED), *PIECES[3:],
+              *((name, 0.0, CONTROL) for name in ("<|endoftext|>", "<|user|>", "<|end|>"))]
+    tokenizer = load_tokenizer(write(tmp_path / "a.gguf", sentence_piece_values(pieces), "phi3"))
+    names = {name: number for number, (name, _, _) in enumerate(pieces)}
+    for name in ("<|user|>", "<|end|>", "</s>", "<|endoftext|>", "<s>"):
+        absorbs = name not in ("<|endoftext|>", "<s>")
+        expected = [*sentence_piece_ids("and", True), names[name],
+                    *sentence_piece_ids("Emma" if absorbs else "\n Emma", True)]
+        assert encode(tokenizer, f"and{name}\n Emma", add_special_tokens=False) == expected, name
 
 
 @pytest.mark.parametrize("begins_with_space", [True, False])
@@ -266,6 +299,7 @@ TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     ({**SENTENCES, "tokenizer.ggml.scores": None}, "scores is missing"),
     ({**SENTENCES, "tokenizer.ggml.scores": [float("nan")] * len(PIECES)}, "a list with NaN or infinity"),
     ({**SENTENCES, "tokenizer.ggml.scores": [0.0] * len(PIECES)}, "scores is equal for"),
+    ({**sentence_piece_values([*PIECES, *(SPACES[n] for n in (0, 3, 10))])}, "scores is equal for"),
     ({**SENTENCES, "tokenizer.ggml.unknown_token_id": 10**6}, "unknown_token_id is 1000000"),
     ({**SENTENCES, "tokenizer.ggml.remove_extra_whitespaces": True}, "this text normalization is not supported"),
     ({**SENTENCES, TOKENS: [*SENTENCES[TOKENS], "<tool>"], KINDS: [*SENTENCES[KINDS], USER_DEFINED]},
@@ -279,10 +313,10 @@ def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, messag
     assert str(raised.value).count(";") >= 2
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
-def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architecture):
+@pytest.mark.parametrize(("architecture", "values"), [("gemma2", SENTENCES), ("gemma3", SENTENCES), ("phi3", BYTES)])
+def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architecture, values):
     with pytest.raises(ConfigError, match=f"general.architecture is '{architecture}'"):
-        load_tokenizer(write(tmp_path / "a.gguf", SENTENCES, architecture))
+        load_tokenizer(write(tmp_path / "a.gguf", values, architecture))
 
 
 def test_a_shard_that_is_not_the_first_is_named(tmp_path):
