@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -317,6 +318,13 @@ def test_what_is_not_known_or_broken_is_refused_by_name(tmp_path, values, messag
 def test_an_architecture_whose_tokenizer_does_more_is_refused(tmp_path, architecture, values):
     with pytest.raises(ConfigError, match=f"general.architecture is '{architecture}'"):
         load_tokenizer(write(tmp_path / "a.gguf", values, architecture))
+
+
+def test_the_page_names_what_is_refused():
+    from batch_manager.extras.gguf_tokenizer import _INCOMPLETE_METADATA
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "texts.md").read_text()
+    assert all(f"`{architecture}`" in page for architecture in _INCOMPLETE_METADATA)
 
 
 def test_a_shard_that_is_not_the_first_is_named(tmp_path):
