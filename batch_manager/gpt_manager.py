@@ -133,6 +133,7 @@ class GptManager:
         self._control = control
         self._loop = loop
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
+        control.not_compiled = self._info.not_compiled
         self._worker = control.worker = threading.Thread(
             target=run_worker, args=(loop, control, params.idle_poll_interval_s),
             name="batch_manager worker", daemon=False)
@@ -202,7 +203,7 @@ class GptManager:
         not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
         """
         self._check_process()
-        return {**health_of(self._loop, self._control), "not_compiled": self.info.not_compiled}
+        return health_of(self._loop, self._control)
 
     # ------------------------------------------------------------------ the end
 

@@ -54,6 +54,7 @@ class WorkerControl:
         self.finals_before = 0
         self.worker: threading.Thread | None = None
         self._claimed_by: dict[str, int] = {}
+        self.not_compiled = ""                     # as in EngineInfo
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
@@ -126,6 +127,7 @@ def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = 
         "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
         "unaddressable_items": loop.intake.unaddressable,
         "callback_failures": dict(loop.callbacks.failures),
+        "not_compiled": control.not_compiled,
     }
 
 
