@@ -21,6 +21,7 @@ from .template_sandbox import template_environment
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LONGEST_QUOTE = 300
+SHORTEST_SECRET = 16    # characters of a message that an error does not quote; roles are shorter
 
 
 def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
@@ -88,19 +89,35 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
             raise ConfigError(f"the chat template violated the sandbox: {_quoted(error)}",
                               "expected a template that only formats messages",
                               f"review the template in {os.fspath(folder)!r} before you use it") from error
+        told = _without_prompt(error, plain.get("messages", []))
         parts = next((n for n, message in enumerate(plain.get("messages", ())) if type(message.get("content")) is list),
                      None)
         if parts is not None:
             raise InvalidRequestError(f"the content of messages[{parts}] is a list of parts, and the chat template "
-                                      f"fails on it: {_quoted(error)}", "expected a string",
+                                      f"fails on it: {told}", "expected a string",
                                       'join the parts: {"content": "".join(...)}') from error
-        raise InvalidRequestError(f"the chat template cannot be applied: {_quoted(error)}",
+        raise InvalidRequestError(f"the chat template cannot be applied: {told}",
                                   "expected messages in the order and with the keys that the template expects",
-                                  f"see the template in {os.fspath(folder)!r}") from error
+                                  "see the template of the model") from error
 
 
 def _quoted(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}"[:LONGEST_QUOTE])
+
+
+def _without_prompt(error: Exception, messages: list[dict[str, Any]]) -> str:
+    """Return the type of an exception that a template raised, and the text of jinja2's own exceptions.
+
+    Texts of other exceptions may quote the messages.
+    """
+    if not type(error).__module__.startswith("jinja2"):
+        return type(error).__name__
+    text = str(error)
+    for content in {value for message in messages if isinstance(message, dict) for value in message.values()
+                    if isinstance(value, str)}:
+        if len(content) >= SHORTEST_SECRET:
+            text = text.replace(content, "...")
+    return printable(f"{type(error).__name__}: {text}"[:LONGEST_QUOTE])
 
 
 _WITHOUT_SUBCLASS = {str: str.__str__, int: int.__int__, float: float.__float__}

@@ -53,10 +53,20 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     return tokenizer
 
 
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
+class TooManyTokens(InvalidRequestError):
+    """A text has more tokens than the caller of `encode` accepts. `num_tokens` is their number."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has {num_tokens:,} tokens", f"expected at most {most:,}", "shorten it")
+        self.num_tokens = num_tokens
+
+
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
     """Encode a text with a tokenizer of `tokenizers` or transformers.
 
-    Raises InvalidRequestError if the text cannot be encoded.
+    most   largest number of tokens to return; None: any number
+
+    Raises InvalidRequestError if the text cannot be encoded, and TooManyTokens.
     """
     try:
         if len(text) > LONG_TEXT and hasattr(tokenizer, "encode_batch"):    # unlike `encode`, releases the GIL
@@ -67,4 +77,6 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
         raise InvalidRequestError(f"the prompt cannot be encoded: {type_name(error)}",
                                   "expected text that the tokenizer can encode",
                                   "remove invalid characters, or pass token ids") from None
+    if most is not None and len(tokens) > most:
+        raise TooManyTokens(len(tokens), most)
     return list(getattr(tokens, "ids", tokens))

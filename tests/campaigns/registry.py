@@ -52,6 +52,7 @@ SUITES: dict[str, str] = {
     "T16": "tests.campaigns.safety_cost",
     "T17": "tests.campaigns.run_ahead",
     "T18": "tests.campaigns.ahead_of_time",
+    "T19": "tests.campaigns.event_loop",
 }
 
 

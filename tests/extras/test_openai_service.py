@@ -22,6 +22,7 @@ pytest.importorskip("jinja2")
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.errors import FIELDS  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
+from batch_manager.extras.openai.json_object import parsed_json  # noqa: E402
 from batch_manager.extras.sampling import Sampling  # noqa: E402
 from batch_manager.extras.token_bytes import TokenBytes, TokenPositions  # noqa: E402
 
@@ -566,7 +567,7 @@ def test_other_requests_go_on_while_a_long_prompt_is_read():
 
         async def read():
             with pytest.raises(OpenAIError, match="prompt: got .* tokens; expected at most 3,999") as raised:
-                await service.accept(json.dumps({"prompt": "a " * 300_000}).encode(), False)
+                await service.accept(json.dumps({"prompt": ["a " * 1500] * 800 + ["a " * 4500]}).encode(), False)
             assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
             read_at.append(time.monotonic())
 
@@ -579,6 +580,62 @@ def test_other_requests_go_on_while_a_long_prompt_is_read():
         await reading
         took = read_at[0] - began
         assert longest < took / 2, f"the event loop stood still for {longest:.2f} s of {took:.2f} s"
+
+    run(test)
+
+
+@pytest.mark.parametrize("items, is_read", [
+    ("7," * 499_970, True), ("7," * 500_000, False), ("[]," * 45_000, True), ("{}," * 46_000, False),
+    ('"a":1,' * 124_000, True), ('"a":1,' * 126_000, False),
+    ('"' + r"[{,:]\"" * 600_000 + '",', True)])          # marks inside a string are text
+def test_a_body_has_a_bounded_number_of_values(items, is_read):
+    ends = '{"prompt":{' if '":' in items else '{"prompt":['
+    body = f"{ends}{items.rstrip(',')}{'}' if ends.endswith('{') else ']'}}}".encode()
+    if is_read:
+        assert parsed_json(body) == json.loads(body)
+    else:
+        with pytest.raises(OpenAIError, match="more than 500,000 values") as told:
+            parsed_json(body)
+        assert told.value.status == 413
+
+
+def test_a_long_text_is_refused_without_tokenizing_it(monkeypatch):
+    monkeypatch.setattr("batch_manager.extras.openai.service.encode", lambda *_, **__: 1 / 0)
+
+    async def test(service):
+        for body, is_chat in (({"prompt": "a" * 400_000}, False), ({"prompt": [7] * 4000}, False)):
+            with pytest.raises(OpenAIError, match="expected at most 3,999, so that one more fits") as told:
+                await whole(service, is_chat, **body)
+            assert (told.value.status, told.value.code) == (400, "context_length_exceeded")
+
+    run(test)
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused(tmp_path):
+    pytest.importorskip("llguidance")
+    schema = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "array", "items": schema}
+
+    async def test(service):
+        object.__setattr__(service.engine.info, "end_ids", (1,))
+        with pytest.raises(OpenAIError, match="nested more than 254 deep") as told:
+            await whole(service, prompt=[5], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+        assert told.value.status == 400
+
+    run(test)
+
+
+def test_large_calls_are_noted_for_returning_memory():
+    async def test(service):
+        await whole(service, prompt=[5], max_tokens=2)
+        assert not service.has_freed_much
+        answer = await service.accept(json.dumps({"prompt": [5] * 3000, "max_tokens": 2, "stop": "x" * 4000}).encode(),
+                                      False)
+        assert service.has_freed_much
+        service.has_freed_much = False
+        await answer.whole()
+        assert service.has_freed_much
 
     run(test)
 

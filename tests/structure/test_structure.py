@@ -111,6 +111,8 @@ ALLOWED_LOADERS = {
     ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
     ("batch_manager/extras/openai/responses.py", "asyncio"): "a response waits for its client's going away",
     ("batch_manager/extras/openai/server.py", "asyncio"): "drains after a signal",
+    ("batch_manager/extras/openai/application.py", "asyncio"): "returns memory while the server runs",
+    ("batch_manager/extras/openai/application.py", "ctypes"): "malloc_trim of the C library that is loaded",
     ("batch_manager/extras/openai/server.py", "socket"): "tries the port before the model is loaded",
     **dict.fromkeys([("batch_manager/aio/engine_process.py", name) for name in ("multiprocessing", "pickle", "socket",
                                                                                "subprocess")],
@@ -413,7 +415,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
                                                    "interpreter_exit", "clock", "thread_stack")}
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
     # these files have coroutines of a server that has an event loop
-    may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "responses", "server"))
+    may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "responses", "server",
+                                                                    "application"))
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
     may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none

@@ -3,7 +3,10 @@
 Needs starlette and prometheus-client: the extra `server`.
 """
 
+import asyncio
 import contextlib
+import ctypes
+import gc
 import os
 import re
 import sys
@@ -26,6 +29,7 @@ from .errors import OpenAIError
 from .responses import answer_to, error_response, json_response
 from .service import OpenAIService
 
+SECONDS_BETWEEN_TRIMS = 1.0
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -55,8 +59,12 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
             model, return_batch_manager_stats_cb=statistics, takes_all=True,
             optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
         try:
-            app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
+            service = app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
+            gc.collect()                         # a later run of the garbage collector stops all streams, and need not
+            gc.freeze()                          # visit what the libraries have made: 0.1 s
+            trimming = asyncio.ensure_future(trim_after_large_calls(service))
             yield
+            trimming.cancel()
         finally:
             await engine.close(drain=False)      # uvicorn has already waited for the connections
 
@@ -69,6 +77,16 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         Route("/health", health), Route("/metrics", metrics),
     ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
         middleware=[Middleware(without_stack), *([cors] if allowed_origins else [])])
+
+
+async def trim_after_large_calls(service: OpenAIService) -> None:
+    """Return freed memory to the system after calls with large bodies or many outputs. The C library would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)       # of glibc
+    while trim is not None:
+        await asyncio.sleep(SECONDS_BETWEEN_TRIMS)
+        if service.has_freed_much:
+            service.has_freed_much = False
+            await asyncio.to_thread(trim, 0)
 
 
 def without_stack(app: ASGIApp) -> ASGIApp:

@@ -13,6 +13,8 @@ SECONDS_UNTIL_A_RETRY = {429: 1, 503: 5}
 _WHAT_A_CLIENT_CAN_DO = "send the request again after the seconds in Retry-After, or ask for fewer outputs at once"
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _REQUEST = re.compile(r"request \d+: ")     # the engine's id of a request, which clients do not know
+# An absolute path: in quotes, or of at least two parts.
+_PATH = re.compile(r"""(['"])(?:/|[A-Za-z]:\\)[^'"\n]+\1|(?<![\w:./])/[^\s/'",;:()]+(?:/[^\s'",;:()]*)+""")
 # Request tensor -> field of a body. Tensors that have the name of their field are listed too.
 FIELDS = {
     **OPTION_OF_TENSOR, "input_ids": "prompt", "return_log_probs": "logprobs", "return_top_log_probs": "logprobs",
@@ -42,9 +44,10 @@ class OpenAIError(Exception):
 
         The message of an invalid or too large request names the fields of the body in place of the request tensors.
         `param` is the first field named in the part of the message before the first semicolon. The message of a full
-        queue ends with what a client can do, in place of what the host of the engine can do.
+        queue ends with what a client can do, in place of what the host of the engine can do. Paths are left out.
         """
         message = _REQUEST.sub("", error.message if isinstance(error, RequestFailed) else str(error), count=1)
+        message = without_paths(message)
         param = None
         if error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE_FOR_KV_CACHE):
             names = _FIELDS_OF_A_CHAT if is_chat else FIELDS
@@ -65,6 +68,14 @@ class OpenAIError(Exception):
         """Return the JSON of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return orjson.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+
+
+def without_paths(text: str, *known: str) -> str:
+    """Return a text without paths of the server: absolute ones, and those of folders or files in `known`."""
+    for path in known:
+        text = re.sub(rf"""(['"]?){re.escape(path)}(/[^'"\s]*)?\1""",
+                      lambda found: "a file of the model" if found[2] else "of the model", text)
+    return _PATH.sub("of the server", text)
 
 
 def refused(param: str, message: str) -> OpenAIError:

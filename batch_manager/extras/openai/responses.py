@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import OpenAIError
 from .service import Answer, OpenAIService
 
-LARGEST_BODY = 32 * 1024 * 1024
+LARGEST_BODY = 4 * 1024 * 1024     # bytes; orjson holds the interpreter lock while it parses
 
 
 async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
@@ -21,7 +21,7 @@ async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) 
     """
     watcher = None
     try:
-        answer = await service.accept(await _body_of(request), is_chat)
+        answer = await service.accept(await _body_of(request, service), is_chat)
         headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
         watcher = asyncio.ensure_future(_cancel_when_gone(request, answer))
         if answer.is_streaming:
@@ -70,11 +70,12 @@ def error_response(error: OpenAIError) -> Response:
     return json_response(error.body(), error.status, error.headers)
 
 
-async def _body_of(request: Request) -> bytes:
+async def _body_of(request: Request, service: OpenAIService) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > LARGEST_BODY:
+            service.has_freed_much = True
             raise OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
     return bytes(body)
 

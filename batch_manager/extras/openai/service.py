@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic, time
 from typing import Any
 from uuid import uuid4
@@ -12,6 +13,7 @@ import orjson
 
 from ...aio import AsyncEngine, RequestFailed, Stream
 from ...aio.mailbox import Delta
+from ...contained_log import log
 from ...errors import BatchManagerError, ConfigError, InvalidRequestError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
@@ -19,15 +21,17 @@ from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt
 from ..generated_text import GeneratedText
 from ..token_bytes import TokenPositions
-from ..tokenizer import encode, load_tokenizer
+from ..tokenizer import TooManyTokens, encode, load_tokenizer
 from ..turn_end import log_unused_turn_ends
-from .errors import OpenAIError, refused
+from .errors import OpenAIError, refused, without_paths
 from .fields import WORD, ParsedBody, read_body
 from .prompt_log_probs import prompt_log_probs
-from .shapes import DONE, Shapes, usage
+from .shapes import DONE, Shapes, WholeLogProbs, usage
 from .token_names import TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
+FEW_OUTPUTS = 8     # preparing more may delay them, too
+PROMPT_TOKENS_AT_ONCE = 256      # in an event with log-probabilities; more would take milliseconds to serialize
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 
 
@@ -42,6 +46,8 @@ class OpenAIService:
     observe     called with the PerfMetrics and the number of output tokens of each finished request, as for
                 PrometheusStatistics.observe; not called for an output that a stop string ended; None: no calls
 
+    `has_freed_much` is set when a call with a large body or many outputs begins and ends.
+
     Set `is_draining` to answer new requests with 503 while running requests continue.
 
     Raises ConfigError if there is no tokenizer.
@@ -54,7 +60,8 @@ class OpenAIService:
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         self.token_names = TokenNames(self.tokenizer)
         log_unused_turn_ends(folder, self.tokenizer, engine.info.end_ids, engine.info.vocab_size)
-        self.is_draining = False
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)      # characters
+        self.is_draining = self.has_freed_much = False
         self._started = int(time())
         self._guided: Any = None
 
@@ -68,20 +75,24 @@ class OpenAIService:
         if self.is_draining:
             raise OpenAIError(503, "the server is shutting down; send the request to another one", code="shutdown")
         try:
-            if len(body) > LONG_BODY:        # keep the event loop free
+            is_long = len(body) > LONG_BODY
+            if is_long:                      # keep the event loop free
                 parsed, prompts = await asyncio.to_thread(self._read, body, is_chat)
             else:
                 parsed, prompts = self._read(body, is_chat)
             grammar = None
             if parsed.response_format is not None:
                 grammar = await asyncio.to_thread(self._grammar, parsed.response_format)
-            if len(body) > LONG_BODY:
-                return await asyncio.to_thread(Answer, self, parsed, prompts, grammar, arrived)
-            return Answer(self, parsed, prompts, grammar, arrived)
-        except ConfigError as error:         # no chat template, no llguidance
-            raise OpenAIError(400, str(error)) from None
+            is_long = is_long or parsed.count * len(prompts) > FEW_OUTPUTS
+            make = partial(Answer, self, parsed, prompts, grammar, arrived, is_long)
+            return await asyncio.to_thread(make) if is_long else make()
+        except ConfigError as error:         # no chat template, no llguidance; the way out is for the server's operator
+            log.warning("a request to the OpenAI service cannot be answered: %s", error)
+            raise OpenAIError(400, without_paths(f"{error.fact}; {error.expectation}", self.folder)) from None
         except BatchManagerError as error:
             raise OpenAIError.of(error, is_chat=is_chat) from None
+        finally:
+            self.has_freed_much |= len(body) > LONG_BODY
 
     def models(self) -> bytes:
         """Return the body for /v1/models."""
@@ -118,26 +129,38 @@ class OpenAIService:
         parsed = read_body(body, is_chat)
         if parsed.model is not None:
             self._check_name(parsed.model)
-        prompts = [self._prompt_ids(parsed, prompt) for prompt in parsed.prompts]
-        longest, room = max(map(len, prompts)), self.engine.info.max_seq_len - 1
-        if longest > room:
-            param = "messages" if is_chat else "prompt"
-            raise OpenAIError(400, f"{param}: got {longest:,} tokens; expected at most {room:,}, so that one more "
-                              "fits into the context", param, "context_length_exceeded")
-        return parsed, prompts
+        return parsed, [self._prompt_ids(parsed, prompt) for prompt in parsed.prompts]
 
     def _prompt_ids(self, parsed: ParsedBody, prompt: Any) -> list[int]:
         if parsed.is_chat:
             text = chat_prompt(self.folder, prompt, **parsed.template_options)
-            return encode(self.tokenizer, text, add_special_tokens=False)
+            return self._encoded(text, "messages", add_special_tokens=False)
         if isinstance(prompt, str):
-            return encode(self.tokenizer, prompt)
+            return self._encoded(prompt, "prompt")
         vocab_size = self.engine.info.vocab_size
+        if len(prompt) > self._room:
+            raise self._too_long("prompt", f"{len(prompt):,}")
         if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise OpenAIError(400, f"prompt holds an id outside 0..{vocab_size - 1}; every id must be in the model's "
                               f"vocabulary of {vocab_size:,}; check that the tokenizer belongs to this model", "prompt",
                               "invalid_request")
         return prompt
+
+    @property
+    def _room(self) -> int:
+        return self.engine.info.max_seq_len - 1
+
+    def _encoded(self, text: str, param: str, **options: Any) -> list[int]:
+        if len(text) > self._room * self._longest_token:       # encoding it would take seconds and much memory
+            raise self._too_long(param, f"{len(text):,} characters, which are more than {self._room:,}")
+        try:
+            return encode(self.tokenizer, text, most=self._room, **options)
+        except TooManyTokens as error:
+            raise self._too_long(param, f"{error.num_tokens:,}") from None
+
+    def _too_long(self, param: str, got: str) -> OpenAIError:
+        return OpenAIError(400, f"{param}: got {got} tokens; expected at most {self._room:,}, so that one more fits "
+                           "into the context", param, "context_length_exceeded")
 
     def _grammar(self, schema: dict[str, Any] | bool) -> Any:
         """Compile a JSON schema. Slow: call it in a thread."""
@@ -149,9 +172,14 @@ class OpenAIService:
             from ..guided_decoding import GuidedDecoding
             self._guided = GuidedDecoding(self.tokenizer, vocab_size=info.vocab_size, end_id=info.end_ids[0])
         try:
-            return self._guided, self._guided.json_schema(orjson.dumps(schema).decode())
+            text = orjson.dumps(schema).decode()
+        except TypeError:
+            raise refused("response_format", "the schema is nested more than 254 deep; make it flatter") from None
+        try:
+            return self._guided, self._guided.json_schema(text)
         except InvalidRequestError as error:
-            raise OpenAIError(400, f"response_format: {error}", "response_format", error.code.value.lower()) from None
+            raise OpenAIError(400, f"response_format: {without_paths(str(error))}", "response_format",
+                              error.code.value.lower()) from None
 
 
 class _Choice:
@@ -177,7 +205,9 @@ class _Choice:
         piece, self.metrics = self.text.add(delta), delta.metrics
         if self.metrics is not None and self.observe is not None:
             self.observe(self.metrics, len(self.text.tokens))
-        if self.is_over:
+        self.text.log_probs.clear()          # those of the delta are sent, or serialized
+        self.text.top_log_probs.clear()
+        if self.is_over and delta.finish_reason is FinishReason.NOT_FINISHED:
             self.stream.cancel()             # after a stop string, the engine would continue
         return piece
 
@@ -193,10 +223,10 @@ class Answer:
     """
 
     def __init__(self, service: OpenAIService, parsed: ParsedBody, prompts: list[list[int]], grammar: Any,
-                 arrived: float) -> None:
+                 arrived: float, is_large: bool) -> None:
         self.is_streaming = parsed.is_streaming
         self.identity = f"{'chatcmpl' if parsed.is_chat else 'cmpl'}-{uuid4().hex}"
-        self._service, self._parsed, self._arrived = service, parsed, arrived
+        self._service, self._parsed, self._arrived, self._is_large = service, parsed, arrived, is_large
         self._shapes = Shapes(parsed.is_chat, self.identity, int(time()), parsed.model or service.names[0],
                               service.token_names, parsed.is_streaming and parsed.with_usage)
         self._prompt_tokens = sum(map(len, prompts))
@@ -221,8 +251,10 @@ class Answer:
 
     def cancel(self) -> None:
         """Stop all requests of the answer. Called on the event loop."""
+        self._service.has_freed_much |= self._is_large
         for choice in self._choices:
-            choice.stream.cancel()
+            if not choice.is_over:
+                choice.stream.cancel()
 
     async def whole(self) -> bytes:
         """Return the body of a non-streaming answer. Raises OpenAIError."""
@@ -236,8 +268,8 @@ class Answer:
                 read.cancel()
             self.cancel()
         return self._shapes.whole(
-            [(text, self._log_probs(choice, choice.text), choice.text.finish_reason)
-             for choice, text in zip(self._choices, texts, strict=True)], self._usage(), self._timings())
+            [(text, log_probs, choice.text.finish_reason)
+             for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self._usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; the last is `[DONE]`.
@@ -283,17 +315,23 @@ class Answer:
         options |= {"priority": sampling.priority, "arrival_time": self._arrived}
         return tensors, options, text
 
-    async def _whole_text(self, choice: _Choice) -> str:
-        """Read the stream of an output to its end or to a stop string, and return the text.
+    async def _whole_text(self, choice: _Choice) -> tuple[str, bytes]:
+        """Read the stream of an output to its end or to a stop string. Return its text and log-probabilities.
 
-        If the request asks for an echo, the returned text begins with the text of the prompt.
+        If the request asks for an echo, the text begins with that of the prompt.
         """
         pieces = [self._echoes[choice.index // self._parsed.count]]
+        log_probs = None
+        if self._parsed.sampling.log_probs:
+            log_probs = WholeLogProbs()
+            log_probs.add(self._shapes.log_probs((), (), (), choice.positions))
         async for delta in choice.stream:
             pieces.append(await self._piece(choice, delta))
+            async for part in self._log_probs(choice, delta):
+                log_probs.add(part)
             if choice.is_over:
                 break
-        return "".join(pieces)
+        return "".join(pieces), b"null" if log_probs is None else log_probs.json()
 
     async def _events(self) -> AsyncIterator[bytes]:
         if len(self._choices) == 1:
@@ -316,7 +354,11 @@ class Answer:
                 elif echo:
                     yield shapes.chunk(index, echo, None, used)
             piece = await self._piece(choice, delta)
-            log_probs = self._log_probs(choice, delta)
+            log_probs = None
+            async for part in self._log_probs(choice, delta):
+                if log_probs is not None:
+                    yield shapes.chunk(index, "", log_probs, self._usage() if with_usage else None)
+                log_probs = part
             used = self._usage() if with_usage else None
             if choice.is_over:
                 yield shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
@@ -338,18 +380,19 @@ class Answer:
             each.tokens, each.log_probs, each.top_log_probs = [], [], []
         return ""
 
-    def _log_probs(self, choice: _Choice, given: Delta | GeneratedText) -> dict[str, Any] | None:
-        if not self._parsed.sampling.log_probs:
-            return None
-        tokens, values, likeliest = given.tokens, given.log_probs, given.top_log_probs
+    async def _log_probs(self, choice: _Choice, delta: Delta) -> AsyncIterator[dict[str, Any]]:
+        """Yield the log-probabilities of the prompt, in parts, and then those of the new tokens, where requested."""
+        shape = self._shapes.log_probs
         if choice.prompt is not None:        # sent before the first token of the output
-            tokens, values, likeliest = (own + mine for own, mine in zip(
-                (choice.prompt.tokens, choice.prompt.log_probs, choice.prompt.top_log_probs),
-                (tokens, values, likeliest)))
-            choice.positions, choice.prompt = TokenPositions(self._service.token_names.bytes, (), 0), None
-        if self.is_streaming and not tokens:
-            return None
-        return self._shapes.log_probs(tokens, values, likeliest, choice.positions)
+            prompt, choice.prompt = choice.prompt, None
+            choice.positions = TokenPositions(self._service.token_names.bytes, (), 0)
+            for start in range(0, len(prompt.tokens), PROMPT_TOKENS_AT_ONCE):
+                place = slice(start, start + PROMPT_TOKENS_AT_ONCE)
+                yield shape(prompt.tokens[place], prompt.log_probs[place], prompt.top_log_probs[place],
+                            choice.positions)
+                await asyncio.sleep(0)
+        if self._parsed.sampling.log_probs and delta.tokens:
+            yield shape(delta.tokens, delta.log_probs, delta.top_log_probs, choice.positions)
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.

@@ -65,15 +65,19 @@ class Shapes:
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
-    def whole(self, texts: Sequence[tuple[str, dict[str, Any] | None, FinishReason]], usage: dict[str, Any],
+    def whole(self, texts: Sequence[tuple[str, bytes, FinishReason]], usage: dict[str, Any],
               timings: dict[str, float | None] | None) -> bytes:
-        """Return the body of a non-streaming answer."""
-        choices = []
+        """Return the body of a non-streaming answer.
+
+        texts   (text, JSON of its log-probabilities, finish reason) of each output
+        """
+        before, after = (b'"message":{"role":"assistant","content":', b"}") if self._is_chat else (b'"text":', b"")
+        parts = [orjson.dumps(self._head)[:-1], b',"choices":[']
         for index, (text, log_probs, reason) in enumerate(texts):
-            content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": log_probs, "finish_reason": finish_reason(reason)})
+            parts += (b'%s{"index":%d,' % (b"," if index else b"", index), before, orjson.dumps(text), after,
+                      b',"logprobs":', log_probs, b',"finish_reason":', orjson.dumps(finish_reason(reason)), b"}")
         more = {} if timings is None else {"timings": timings}
-        return orjson.dumps({**self._head, "choices": choices, "usage": usage, **more})
+        return b"".join((*parts, b"],", orjson.dumps({"usage": usage, **more})[1:]))
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
                   likeliest: Sequence[dict[int, float] | None], positions: TokenPositions) -> dict[str, Any]:
@@ -117,6 +121,28 @@ class Shapes:
     def _end(self, reason: bytes, usage: dict[str, Any] | None) -> bytes:
         usage_json = self._no_usage if usage is None else b',"usage":' + orjson.dumps(usage)
         return b',"finish_reason":' + reason + b"}]" + usage_json + b"}\n\n"
+
+
+class WholeLogProbs:
+    """The `logprobs` object of an output that is sent whole. Each part is serialized at once, as in a stream."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, bytearray | None] = {}
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Add an object of `Shapes.log_probs`."""
+        for name, values in part.items():
+            if values is None:
+                self._lists.setdefault(name, None)
+            else:
+                so_far = self._lists.get(name) or bytearray()
+                so_far += (b"," if so_far and values else b"") + orjson.dumps(values)[1:-1]
+                self._lists[name] = so_far
+
+    def json(self) -> bytes:
+        parts = [b'"%s":%s' % (name.encode(), b"null" if items is None else b"[%s]" % items)
+                 for name, items in self._lists.items()]
+        return b"{%s}" % b",".join(parts)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
