@@ -87,6 +87,13 @@ def positive(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; expected more than 0 and at most 1")
+    return value
+
+
 def rate(text: str) -> float:
     """Return the rate in requests/s; 0.0 for 0, a negative or an infinite rate: all requests arrive at once."""
     value = number(text)

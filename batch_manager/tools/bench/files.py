@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from ..output_file import OutputFiles
+from .load import Load
 from .plots import plots, write_plots
 from .session import Served
 from .stamps import Stamps
@@ -43,24 +44,38 @@ def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any
              "error": served.receipts[request["id"]].error} for request in served.requests]
 
 
+REQUEST_COLUMNS = ["run", "request_rate", "concurrency", "id", "arrival_ms", "prompt_tokens", "output_tokens",
+                   "ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "error"]
+
+
 def request_rows(served: Sequence[Served], *, streaming: bool) -> Iterator[list[Any]]:
     """Yield a header, and a row for each request of each run. Times are milliseconds; a cell is empty if unknown.
 
     `run` counts the runs of a sweep or a search from 1. `arrival_ms` counts from the start of the run.
     """
-    yield ["run", "request_rate", "concurrency", "id", "arrival_ms", "prompt_tokens", "output_tokens", "ttft_ms",
-           "tpot_ms", "e2e_ms", "queue_ms", "error"]
+    yield REQUEST_COLUMNS
     for number, run in enumerate(served, 1):
-        stamps = Stamps.of_receipts(run.requests, run.receipts)
-        latencies = [stamps.first_s - stamps.arrival_s, stamps.mean_gaps_s, stamps.last_s - stamps.arrival_s,
-                     stamps.queue_s]
-        for index, request in enumerate(run.requests):
-            cells = ["" if math.isnan(column[index]) else round(float(column[index]) * 1e3, 3) for column in latencies]
-            if not streaming:
-                cells[:2] = "", ""
-            yield [number, run.load.request_rate, run.load.concurrency, request["id"],
-                   round(float(stamps.arrival_s[index]) * 1e3, 3), int(stamps.prompt_tokens[index]),
-                   int(stamps.tokens[index]), *cells, run.receipts[request["id"]].error]
+        ids = [request["id"] for request in run.requests]
+        yield from request_rows_of(number, run.load, ids, Stamps.of_receipts(run.requests, run.receipts),
+                                   {request_id: run.receipts[request_id].error for request_id in ids},
+                                   streaming=streaming)
+
+
+def request_rows_of(number: int, load: Load, ids: Sequence[int], stamps: Stamps, errors: Mapping[int, str], *,
+                    streaming: bool = True) -> Iterator[list[Any]]:
+    """Yield the row of `request_rows` for each request of one run, the `number`-th.
+
+    errors   id -> error of a failed request
+    """
+    latencies = [stamps.first_s - stamps.arrival_s, stamps.mean_gaps_s, stamps.last_s - stamps.arrival_s,
+                 stamps.queue_s]
+    for index, request_id in enumerate(ids):
+        cells = ["" if math.isnan(column[index]) else round(float(column[index]) * 1e3, 3) for column in latencies]
+        if not streaming:
+            cells[:2] = "", ""
+        yield [number, load.request_rate, load.concurrency, request_id,
+               round(float(stamps.arrival_s[index]) * 1e3, 3), int(stamps.prompt_tokens[index]),
+               int(stamps.tokens[index]), *cells, errors.get(request_id, "")]
 
 
 def write_stats(records: list[str], file: IO[str]) -> None:

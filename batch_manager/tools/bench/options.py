@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...config import LOAD_FORMATS, KvCacheConfig
 from ...names import TrtGptModelType
-from ..command_parser import CommandParser, at_least, number, positive, rate
+from ..command_parser import CommandParser, at_least, number, positive, rate, share
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..shared_options import FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
@@ -134,7 +134,7 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     shared("--slo-ttft-ms")
     shared("--slo-itl-ms")
     shared("--slo-e2e-ms")
-    shared("--slo-share", "for --find-saturation", "0.9", type=_share, default=0.9)
+    shared("--slo-share", "for --find-saturation", "0.9", type=share, default=0.9)
     add("--queue-times", action="store_true",
         help="measure the time from arrival to the first step, which costs some host time in every iteration")
     add("--busy-neighbours", type=at_least(0), metavar="N", default=0,
@@ -163,13 +163,6 @@ def _not_negative(text: str) -> float:
     value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is out of range; expected a finite number of at least 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; expected more than 0 and at most 1")
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import BLOCK_SIZES, KvCacheConfig
-from ..command_parser import CommandParser, at_least, positive
+from ..command_parser import CommandParser, at_least, positive, share
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..shared_options import POLICIES, HelpFormatter, add_selection_arguments, add_shared, complete_selection
@@ -109,6 +109,16 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--slo-ttft-ms")
     shared("--slo-itl-ms")
     shared("--slo-e2e-ms")
+    shared("--slo-share", "for the two searches; with 0.99, a bound is one on the 99th percentile", "0.9", type=share,
+           default=0.9)
+    add("--find-saturation", action="store_true",
+        help="search for the highest sustained request rate, as in bench: requests are completed at 0.95 of the rate "
+             "or more while they arrive and, with bounds, the share --slo-share of them is within the bounds. A small "
+             "workload is repeated")
+    add("--find-replicas", action="store_true",
+        help="search for the fewest replicas that sustain --request-rate, or the arrival times of the workload; the "
+             "first number is --replicas")
+    add("--max-probes", type=at_least(2), metavar="N", default=16, help="most simulations of a search (16)")
     shared("--sweep", "of several sweeps, each combination", type=_sweep, default=[])
 
 
@@ -117,6 +127,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     shared = partial(add_shared, add)
     shared("--out", "the result as JSON; with --fit the cost model")
     shared("--output-csv")
+    shared("--requests-csv")
     shared("--report", "a table or one line of JSON", "table", choices=("table", "json", "none"), default="table")
     shared("--variant")
     shared("--plot", "those of a sweep")
@@ -172,13 +183,25 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     given = {name for name in ("concurrency", "request_rate") if getattr(options, name) is not None or name in swept}
     if len(given) > 1:
         parser.error("a concurrency and a request rate were given; only one can determine arrivals; leave one out")
-    complete_selection(options, parser, has_rate=bool(options.request_rate) or "request_rate" in swept)
+    searches = [name for name in ("find_saturation", "find_replicas") if getattr(options, name)]
+    for name in searches:
+        for other in ("sweep", "concurrency", "trace", *(
+                ("request_rate", "find_replicas") if name == "find_saturation" else ())):
+            if getattr(options, other):
+                first, second = (f"--{each.replace('_', '-')}" for each in (name, other))
+                parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
+    if not searches and (options.slo_share != parser.get_default("slo_share")
+                         or options.max_probes != parser.get_default("max_probes")):
+        parser.error("--slo-share or --max-probes was given without a search, which alone uses it; add "
+                     "--find-saturation or --find-replicas, or leave it out")
+    complete_selection(options, parser,
+                       has_rate=bool(options.request_rate) or "request_rate" in swept or options.find_saturation)
     if options.trace is not None and options.sweep:
         parser.error("--trace and --sweep were given; a trace records one simulation; leave one of them out")
-    if options.plot is not None and not options.sweep:
+    if options.plot is not None and not (options.sweep or searches):
         parser.error("--plot was given without --sweep; it draws the results of a sweep; `batch-manager draw` "
                      "draws a --trace")
-    outputs = {f"--{name.replace('_', '-')}": path for name in ("out", "output_csv", "trace")
+    outputs = {f"--{name.replace('_', '-')}": path for name in ("out", "output_csv", "requests_csv", "trace")
                if (path := getattr(options, name)) is not None}
     for option, path in outputs.items():
         if why := why_not_writable(path):

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..bench.saturation import Saturation
 from ..bench.summary import aligned, number, table
 from ..line_plot import Line, LinePlot, Point
+from .capacity import Capacity
 from .study import value_words, words_of
 
 Result = Mapping[str, Any]
 MOST_LINES = 6
+SUSTAINED = {True: "yes", False: "no", None: "-"}
 
 
 def run_table(result: Result) -> str:
@@ -29,19 +32,34 @@ def run_table(result: Result) -> str:
 def sweep_table(result: Result) -> str:
     """Format a sweep as a table with a row per simulation. An asterisk marks the best simulation."""
     points = result["points"]
-    names, best = list(points[0]["settings"]), best_point(points)
+    names, best, finding = list(points[0]["settings"]), best_point(points), _finding(result)
+    if finding is not None:
+        best = next((point for point in points if finding.sustained in point["settings"].values()), None)
     has_goodput = points[0]["goodput"] is not None
-    rows = [["", *names, "requests/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "failed",
+    is_search = finding is not None
+    rows = [["", *names, *(["sustained"] if is_search else []), "requests/s", "tokens/s", "ttft p50", "p99", "itl p50",
+             "p99", "failed",
              *(["good/s", "share"] if has_goodput else [])]]
     rows += [["*" if point is best else "", *(value_words(point["settings"][name]) for name in names),
+              *([SUSTAINED[point["sustained"]]] if is_search else []),
               number(point["requests_s"]), number(point["output_tok_s"]),
               *(number(point[f"{name}_ms_{which}"]) for name in ("ttft", "itl") for which in ("p50", "p99")),
               str(point["failed"]),
               *([number(point["goodput"]["requests_s"]), f"{point['goodput']['share']:.1%}"] if has_goodput else [])]
              for point in points]
     told = "most requests a second within bounds" if has_goodput else "most tokens a second"
+    if finding is not None:
+        told = "what the search found"
     return "\n".join([*aligned(rows), "", f"ttft and itl in milliseconds; *: {told}",
-                      f"cost model: {result['cost']['error']}", *warnings(points)])
+                      f"cost model: {result['cost']['error']}", *warnings(points),
+                      *([] if finding is None else ["", finding.words()])])
+
+
+def _finding(result: Result) -> Saturation | Capacity | None:
+    """Return what a search found; None if there was no search."""
+    if "saturation" in result:
+        return Saturation(**result["saturation"])
+    return Capacity(**result["capacity"]) if "capacity" in result else None
 
 
 def best_point(points: Sequence[Result]) -> Result:

@@ -1,27 +1,33 @@
 """The simulations of one command: one setting, or a sweep."""
 
 import argparse
+import csv
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...errors import counted
 from ...stats.trace import TraceWriter
 from ..bench.errors import InputError
+from ..bench.files import REQUEST_COLUMNS, request_rows_of
 from ..bench.load import Load
 from ..bench.result import provenance, python_version, version_text
 from ..bench.run import bounds_of
+from ..bench.saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained
 from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
 from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
 from ..shared_options import POLICIES
+from .capacity import Capacity, find_fewest_replicas, traffic_at
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
-from .figures import point_fields
+from .figures import point_fields, stamps_of
 from .fleet import simulate
-from .options import combinations
+from .options import MOST_REPLICAS, combinations
 from .traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 0.5
@@ -50,6 +56,7 @@ class Study:
         self._selection = _selection(options)
         self._traffic = self._read(self._selection)
         self.points: list[dict[str, Any]] = []
+        self._requests_csv: Any = None      # writes the rows of --requests-csv
 
     @property
     def notes(self) -> list[str]:
@@ -67,19 +74,82 @@ class Study:
         """
         options = self._options
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))
+        if options.requests_csv is not None:
+            self._requests_csv = csv.writer(files.open(options.requests_csv))
+            self._requests_csv.writerow([*REQUEST_COLUMNS, "replica"])
+        if options.find_saturation:
+            found = self._find_saturation()
+            return {**self._shared(), "kind": "saturation", "swept": "request_rate", "saturation": asdict(found),
+                    "points": self.points}
+        if options.find_replicas:
+            capacity = self._find_replicas()
+            return {**self._shared(), "kind": "sweep", "swept": "replicas", "capacity": asdict(capacity),
+                    "points": self.points}
         settings = combinations(options.sweep)
         for number, changed in enumerate(settings, 1):
             label = "" if len(settings) == 1 else f"{number} of {len(settings)}: {words_of(changed)}"
-            self.points.append(self._simulate(changed, label, trace))
+            self._simulate(changed, label, trace=trace)
         if not options.sweep:
             return {**self._shared(), "kind": "run", **self.points[0]}
         return {**self._shared(), "kind": "sweep", "swept": "settings", "points": self.points}
 
-    def _simulate(self, changed: dict[str, Any], label: str, trace: TraceWriter | None) -> dict[str, Any]:
+    def _find_saturation(self) -> Saturation:
+        options, bounds = self._options, bounds_of(self._options)
+        self._check_count("--find-saturation")
+
+        def holds(rate: float) -> bool:
+            return self._is_sustained({"request_rate": rate}, self._traffic_at(rate, options.replicas))
+
+        # The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
+        at_once = self._traffic.repeated(1, np.zeros(len(self._traffic)))
+        self._simulate({"request_rate": 0.0}, "all at once", at_once)
+        most = self.points[0]["requests_s"]
+        if not most:
+            raise InputError("every request failed when all arrived at once, the first with: "
+                             f"{self.points[0]['failures'][0]['error']}")
+        self.points[0]["sustained"] = None
+        found = find_saturation(holds, most, options.max_probes - 1, criterion_of(bounds, options.slo_share))
+        return replace(found, probes=found.probes + 1)
+
+    def _find_replicas(self) -> Capacity:
+        options = self._options
+        self._check_count("--find-replicas")
+        if not np.ptp(self._traffic.arrival_s):
+            raise InputError("--find-replicas was given, and all requests arrive at once; expected a rate to sustain; "
+                             "set --request-rate, or use a workload with arrival times")
+
+        def holds(replicas: int) -> bool:
+            rate = options.request_rate
+            return self._is_sustained({"replicas": replicas},
+                                      self._traffic if rate is None else self._traffic_at(rate, replicas))
+
+        return find_fewest_replicas(holds, options.replicas, MOST_REPLICAS, options.max_probes,
+                                    criterion_of(bounds_of(options), options.slo_share))
+
+    def _check_count(self, option: str) -> None:
+        if len(self._traffic) < FEWEST_REQUESTS:
+            raise InputError(f"the workload has {counted(len(self._traffic), 'request')}; {option} needs at least "
+                             f"{FEWEST_REQUESTS}; use a larger workload")
+
+    def _traffic_at(self, rate: float, replicas: int) -> Traffic:
+        options = self._options
+        most_active = max(options.max_batch_size, options.max_num_sequences or 0)
+        return traffic_at(rate, self._traffic, self._selection, most_active, replicas)
+
+    def _is_sustained(self, changed: dict[str, Any], traffic: Traffic) -> bool:
+        """Simulate the traffic with changed settings, and return whether its rate was sustained."""
+        self._simulate(changed, words_of(changed), traffic)
+        point = self.points[-1]
+        point["n"] = len(traffic)
+        point["sustained"] = is_sustained(point, bounds_of(self._options), self._options.slo_share)
+        return bool(point["sustained"])
+
+    def _simulate(self, changed: dict[str, Any], label: str, traffic: Traffic | None = None,
+                  trace: TraceWriter | None = None) -> None:
+        """Simulate the workload, or other traffic, with changed settings. Adds the result to `points`."""
         options = argparse.Namespace(**{**vars(self._options), **changed})
-        traffic = self._traffic
-        if "request_rate" in changed:
-            traffic = self._read(_selection(options))
+        if traffic is None:
+            traffic = self._read(_selection(options)) if "request_rate" in changed else self._traffic
         began = time.perf_counter()
         with _Progress(options, len(traffic), label) as watch:
             run = simulate(traffic, self._settings(options, traffic), self._cost, num_replicas=options.replicas,
@@ -88,9 +158,12 @@ class Study:
         load = Load(request_rate=options.request_rate, concurrency=options.concurrency,
                     delays=options.delays, random_seed=options.random_seed)
         mode = "closed loop" if options.concurrency else "online" if traffic.arrival_s[-1] > 0 else "offline"
-        return {"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
-                **point_fields(run, load, mode, bounds_of(options),
-                               time.perf_counter() - began)}
+        self.points.append({"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
+                            **point_fields(run, load, mode, bounds_of(options), time.perf_counter() - began)})
+        if self._requests_csv is not None:
+            rows = request_rows_of(len(self.points), load, range(len(traffic)), stamps_of(run), run.log_book.errors)
+            self._requests_csv.writerows([*row, replica] for row, replica in
+                                         zip(rows, run.log_book.replica.tolist(), strict=True))
 
     def _settings(self, options: argparse.Namespace, traffic: Traffic) -> EngineSettings:
         tokens = options.max_tokens_in_paged_kvcache

@@ -65,6 +65,24 @@ class Traffic:
         return cls(np.array(times, float), input_tokens, np.array(outputs, np.int64), prompt if prompts else made,
                    prefixes=None if prompts else prefixes)
 
+    def repeated(self, times: int, arrival_s: np.ndarray) -> "Traffic":
+        """Return the requests `times` times in their order, with other arrival times [times * n].
+
+        A generated prompt shares prefixes only with prompts of its repetition. Prompts with given tokens are repeated.
+        """
+        count, inputs = len(self), np.tile(self.input_tokens, times)
+        prefixes, given = self.prefixes, self.prompt
+        if prefixes is not None and any(prefixes):
+            step = 1 + max(max(ids) for ids in prefixes if ids)
+            prefixes = [tuple([block_id + number * step for block_id in ids])
+                        for number in range(times) for ids in prefixes]
+        elif prefixes is not None:
+            prefixes = [()] * len(inputs)
+        prompt: Prompt = lambda index: given(index % count)
+        if isinstance(given, PromptMaker):
+            prompt = PromptMaker(inputs, prefixes if prefixes and any(prefixes) else None)
+        return Traffic(arrival_s, inputs, np.tile(self.output_tokens, times), prompt, prefixes=prefixes)
+
     @classmethod
     def of_lengths(cls, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray) -> "Traffic":
         """Make traffic whose prompts share no prefix."""

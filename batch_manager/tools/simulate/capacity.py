@@ -1,0 +1,74 @@
+"""Searches for the highest request rate, or the fewest replicas, at which a goal holds.
+
+The goal is that of `batch-manager bench --find-saturation`: requests are completed as fast as they arrive and, with
+bounds, a share of them is within the bounds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ..bench.saturation import BATCHES, MOST_REPEATED
+from ..datasets import Selection
+from ..datasets.selection import arrival_times
+from .traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Result of a search for the fewest replicas.
+
+    sustained   the fewest replicas that sustain the rate; None: no tried number sustains it
+    broken      the most replicas that do not; None: all tried numbers sustain it
+    probes      number of simulations
+    criterion   condition for a sustained rate, in words
+    """
+
+    sustained: int | None
+    broken: int | None
+    probes: int
+    criterion: str
+
+    def words(self) -> str:
+        if self.sustained is None:
+            finding = f"no number of replicas sustains the rate; the largest one tried was {self.broken:,}"
+        elif self.broken is None:
+            finding = f"{self.sustained:,} sustain the rate, the smallest number tried"
+        else:
+            finding = f"{self.sustained:,} sustain the rate, {self.broken:,} do not"
+        return f"replicas: {finding} ({self.criterion}; {self.probes} runs)"
+
+
+def find_fewest_replicas(holds: Callable[[int], bool], first: int, most: int, max_probes: int,
+                         criterion: str) -> Capacity:
+    """Search for the number below which `holds` is false: double the number until it holds, then bisect.
+
+    holds   (number of replicas) -> whether they sustain the rate; called at most `max_probes` times
+    first   the first number to try
+    most    the largest number to try
+    """
+    broken, probes, number = 0, 0, first
+    sustained: int | None = None
+    while probes < max_probes and broken < most and (sustained is None or sustained - broken > 1):
+        probes += 1
+        if holds(number):
+            sustained = number
+        else:
+            broken = number
+        number = min(2 * broken, most) if sustained is None else (broken + sustained) // 2
+    return Capacity(sustained, broken or None, probes, criterion)
+
+
+def traffic_at(rate: float, traffic: Traffic, selection: Selection, max_active: int, replicas: int) -> Traffic:
+    """Return the traffic at `rate` requests/s, repeated so often that a full batch is a small part of it.
+
+    selection    has the kind and the seed of the times between requests
+    max_active   largest number of requests that a replica computes at a time
+    """
+    wanted = min(BATCHES * max_active, MOST_REPEATED) * replicas
+    repetitions = -(-wanted // len(traffic))
+    count = repetitions * len(traffic)
+    times_s = arrival_times(rate, selection.delays, selection.seed)
+    return traffic.repeated(repetitions, np.fromiter(islice(times_s, count), float, count))
