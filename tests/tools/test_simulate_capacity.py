@@ -41,8 +41,9 @@ def test_the_highest_rate_is_that_of_the_service_time(call, capsys):
 
 def test_a_bound_lowers_the_rate(call):
     found = []
-    for more in ((), ("--slo-ttft-ms", "40"), ("--slo-e2e-ms", "100")):
-        assert call(*EVENLY, "--find-saturation", "--max-probes", "7", "--slo-share", "0.99", *more) == 0
+    share = ("--slo-share", "0.99")
+    for more in ((), ("--slo-ttft-ms", "40", *share), ("--slo-e2e-ms", "100", *share)):
+        assert call(*EVENLY, "--find-saturation", "--max-probes", "7", *more) == 0
         found.append(read_result(Path("found.json"))["saturation"]["sustained"])
     # A prompt takes 32 ms alone, so that no request may wait longer than 8 ms; an answer takes 149 ms in any case.
     assert found[1] <= 1 / SERVICE_S < found[0] * 1.001 and found[2] is None

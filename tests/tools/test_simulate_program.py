@@ -107,6 +107,7 @@ def test_made_up_traces_are_simulated_by_their_names(call, capsys):
     (["--cost", "cost.json", "--workload", "w.json", "--find-saturation", "--request-rate", "2"], "leave one out"),
     (["--cost", "cost.json", "--workload", "w.json", "--find-replicas", "--sweep", "replicas=1,2"], "leave one out"),
     (["--cost", "cost.json", "--workload", "w.json", "--slo-share", "0.5"], "without a search"),
+    (["--cost", "cost.json", "--workload", "w.json", "--find-replicas", "--slo-share", "0.5"], "without a bound"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "size=1"], "is not a sweep"),
     (["--cost", "cost.json", "--workload", "w.json", "--time-scale", "-1"], "--time-scale: -1 is out of range"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=0"],

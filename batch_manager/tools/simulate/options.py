@@ -194,6 +194,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
                          or options.max_probes != parser.get_default("max_probes")):
         parser.error("--slo-share or --max-probes was given without a search, which alone uses it; add "
                      "--find-saturation or --find-replicas, or leave it out")
+    if options.slo_share != parser.get_default("slo_share") and not any(
+            (options.slo_ttft_ms, options.slo_itl_ms, options.slo_e2e_ms)):
+        parser.error("--slo-share was given without a bound that requests can keep; add --slo-ttft-ms, --slo-itl-ms or "
+                     "--slo-e2e-ms, or leave it out")
     complete_selection(options, parser,
                        has_rate=bool(options.request_rate) or "request_rate" in swept or options.find_saturation)
     if options.trace is not None and options.sweep:
