@@ -108,9 +108,10 @@ class TrtGptModelOptionalParams:
                                 Compiled steps use fewer threads while other programs keep the cores busy
     cuda_graphs                 replay captured graphs for steps whose requests have no beams, context logits or
                                 embeddings and use no sampling options except temperature, top-k, top-p and min-p. Other
-                                steps, and large steps with prompts, launch each kernel separately. None: no graphs,
-                                because replayed steps have not been verified on a GPU. True is refused on a CPU, and
-                                with `deterministic`, a custom attention or TrtGptModelType.V1
+                                steps, and large steps with prompts, launch each kernel separately. None: on a GPU with
+                                Triton, unless a capture fails or a replayed step has other results than its kernels
+                                launched one by one; a warning then gives the reason. True makes that an error, and is
+                                refused on a CPU, and with `deterministic`, a custom attention or TrtGptModelType.V1
     deterministic               produce bitwise the same tokens, log-probabilities and logits for a request alone or
                                 batched, whole or chunked, paused or not, cached or not, in any layout. Holds for one
                                 machine, build of torch and number of threads. Slower, see

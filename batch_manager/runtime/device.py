@@ -1,6 +1,7 @@
 """The device that runs steps: memory, uploads, readbacks, graphs and errors. No other file uses torch.cuda."""
 
 import contextlib
+import gc
 import math
 import os
 import time
@@ -243,9 +244,19 @@ class CapturedGraph:
         """Capture the function's launches on the current stream, which must not be the default one. Nothing runs.
 
         Raises RuntimeError if the function does something that cannot be captured, such as copying from unpinned
-        memory, waiting or reading results. The capture ends before the exception is raised.
+        memory, waiting or reading results. The capture ends before the exception is raised. Python collects no garbage
+        during a capture: a tensor or event that is freed then could end the capture.
         """
         torch.cuda.synchronize(self._device)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._capture(function)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _capture(self, function: Callable[[], None]) -> None:
         # The first capture of the process makes tensors for the state of torch's random numbers. In torch 2.9 and 2.10,
         # inference tensors there would make later captures outside of inference mode fail (pytorch issue 166792).
         with torch.inference_mode(False):

@@ -25,23 +25,23 @@ from .device import CapturedGraph, first_line, used_memory
 from .graph_shapes import StepShape
 from .layouts import Layout
 
-WITHOUT_GRAPHS = "steps are launched without graphs: "          # begins the warning of a failed capture
+WITHOUT_GRAPHS = "steps are launched without graphs: "          # begins the warning of dropped graphs
 
 
 def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                 ) -> bool:
-    """Whether to capture graphs of plain steps (see step_inputs.py).
+    """Whether to capture graphs of plain steps (see step_inputs.py): if they are possible, unless they are off.
 
     Raises ConfigError if cuda_graphs is True but graphs are impossible.
     """
-    if not params.cuda_graphs:         # off by default: replayed steps have not been verified on a GPU
+    if params.cuda_graphs is False:
         return False
     obstacle = _obstacle(params, device, layout, has_own_attention)
-    if obstacle:
+    if obstacle and params.cuda_graphs:
         raise ConfigError(f"cuda_graphs is True, but {obstacle}", "graphs need a GPU with triton and the package's own "
                           "attention, without `deterministic` and without TrtGptModelType.V1",
                           "leave cuda_graphs unset to launch kernels one by one")
-    return True
+    return not obstacle
 
 
 def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool) -> str:
@@ -71,10 +71,10 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> bool:
-        """Capture a graph for each shape, largest first, and return True.
+    def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> str:
+        """Capture a graph for each shape, largest first, and replay it once, so that no request waits for its upload.
 
-        If a capture fails, log a warning, drop all graphs and return False.
+        Return "". If a capture fails, drop all graphs and return the reason.
 
         prepare   (shape) -> None: sends inputs to the device, all of them padding
         """
@@ -86,16 +86,16 @@ class Graphs:
                 self._run_step(shape)
                 graph = CapturedGraph(self._device, largest)
                 graph.capture(partial(self._run_step, shape))
+                graph.replay()
                 largest, self._graphs[shape] = largest or graph, graph
         except (RuntimeError, MemoryError) as error:
             self._graphs.clear()
-            log.warning("%scapturing %s raised %s", WITHOUT_GRAPHS, shape, first_line(error))
-            return False
+            return f"capturing {shape} raised {first_line(error)}"
         log.info("captured %d graphs of steps of up to %d generating sequences and %d context tokens in %.1f s; they "
                  "take %s bytes", len(self._graphs), max(shape.rows for shape in shapes),
                  max(shape.context_tokens for shape in shapes), time.monotonic() - began,
                  f"{used_memory(self._device) - used:,}")
-        return True
+        return ""
 
     def run(self, shape: StepShape) -> None:
         """Replay the graph of a shape, or make the launches one by one if the shape has no graph."""

@@ -62,8 +62,9 @@ from .device import (
     release_memory,
     resolve_device,
 )
+from .graph_check import difference_of_graphs
 from .graph_shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
-from .graphs import may_capture
+from .graphs import WITHOUT_GRAPHS, may_capture
 from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
@@ -183,7 +184,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         backend.warm_up(max_beam_width)
         backend.fuse_steps(loaded, _with_windows(spec, windows), min(num_slots, params.max_batch_size, step_tokens))
         if captures:
-            backend.capture_graphs()
+            backend.capture_graphs(must=params.cuda_graphs is True)
         if compiles:
             backend.compile_step(loaded, _with_windows(spec, windows), must=params.cpu_compile is True)
     except Exception as error:
@@ -424,13 +425,34 @@ class NativeBackend:
         with on_device(self._device, self._stream), torch.inference_mode():
             clear_block(self._pool, 0)
 
-    def capture_graphs(self) -> None:
+    def capture_graphs(self, *, must: bool = False) -> None:
         """Capture the launches of plain steps as graphs, which later plain steps replay. Call after the warm-up.
 
-        step_inputs.py defines plain steps.
+        step_inputs.py defines plain steps. The graphs are dropped, with a warning, if a capture fails, or if a replayed
+        step has other results than the same step launched kernel by kernel.
+
+        must     raise ConfigError instead of the warning
         """
         with on_device(self._device, self._stream), torch.inference_mode():
-            self._plain_steps.capture_graphs()
+            obstacle = self._plain_steps.capture_graphs() or self._difference_of_graphs()
+        if not obstacle:
+            return
+        self._plain_steps.drop_graphs()
+        if must:
+            raise ConfigError(f"cuda_graphs is True, but {obstacle}", "a graph must compute what its kernels compute",
+                              "leave cuda_graphs unset to launch kernels one by one")
+        log.warning("%s%s", WITHOUT_GRAPHS, obstacle)
+
+    def _difference_of_graphs(self) -> str:
+        """Return `difference_of_graphs`, and zero the KV cache."""
+        info = self.info
+        try:
+            return difference_of_graphs(
+                self.start, self._plain_steps, num_slots=info.num_slots, num_blocks=info.num_blocks,
+                tokens_per_block=info.tokens_per_block, vocab_size=info.vocab_size, dtype=self._pool.dtype,
+                long_blocks=self._cached_by_a_long_sequence() // info.tokens_per_block + 1)
+        finally:
+            self._pool.zero_()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec, most_rows: int) -> None:
         """Use the fused step for plain generation steps from now on.

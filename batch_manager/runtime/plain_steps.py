@@ -94,11 +94,14 @@ class PlainSteps:
         return all(work.embeddings is None and not work.num_drafts and int(features[work.slot]) & ~PLAIN == 0
                    and work.start + len(work.token_ids) <= self._max_tokens for work in batch.context)
 
-    def start(self, batch: ScheduledBatch) -> "PlainStep":
-        """Launch a step for which `serves` is true."""
+    def start(self, batch: ScheduledBatch, is_replayed: bool = True) -> "PlainStep":
+        """Launch a step for which `serves` is true.
+
+        is_replayed   replay a graph if there is one for the step; False: launch each kernel
+        """
         shape = self.write(batch)
         self.inputs.send(shape)
-        if self.graphs is None:
+        if self.graphs is None or not is_replayed:
             self.run_step(shape)
         else:
             self.graphs.run(shape)
@@ -142,15 +145,24 @@ class PlainSteps:
             logits = self._runner.logits(hidden.index_select(0, given.logits_rows))
         decoder.sample_plain(logits, given.slots, given.sampled_positions, counts, given.results)
 
-    def capture_graphs(self) -> None:
-        """Capture graphs and replay them in later steps. If capturing fails, log a warning and go on without graphs."""
+    def capture_graphs(self) -> str:
+        """Capture graphs and replay them in later steps.
+
+        Return "". If a capture fails, there are no graphs, and the reason is returned.
+        """
         rows = graph_rows(self._num_slots)
         shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
                   for is_split in (False, True)[: 1 + self._may_split(count)]]
         graphs = Graphs(self._device, self.run_step)
-        if graphs.capture([*shapes, *self._mixed_shapes()], self._send_padding):
+        obstacle = graphs.capture([*shapes, *self._mixed_shapes()], self._send_padding)
+        if not obstacle:
             self.graphs = graphs
             self.pad_to(rows)
+        return obstacle
+
+    def drop_graphs(self) -> None:
+        """Launch the kernels of all later steps one by one, without padding."""
+        self.graphs, self._graph_rows, self._graph_sizes = None, (), NO_SIZES
 
     def pad_to(self, rows: tuple[int, ...]) -> None:
         """Pad all later generation steps to the row counts in `rows`.

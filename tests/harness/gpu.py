@@ -41,7 +41,7 @@ def rehearsal() -> Iterator[None]:
 
     obstacle = graphs._obstacle
     with (mock.patch.object(graphs, "_obstacle", lambda params, device, *more: obstacle(
-              params, torch.device("cuda", 0), *more)),
+              params, torch.device("cuda", 0), *more) if params.cuda_graphs else "each capture takes a second here"),
           mock.patch.object(graphs, "CapturedGraph", ReplayedGraph),
           mock.patch.object(native_backend.NativeBackend, "warm_up", lambda *given: None),
           mock.patch.object(step_fusion, "COMPARED_TOKENS", ())):

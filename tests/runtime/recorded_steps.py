@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import graphs, layouts, native_backend, plain_steps, step_fusion
 from batch_manager.runtime.graph_shapes import MOST_CONTEXTS, StepShape, graph_rows
@@ -64,7 +65,8 @@ def make_steps(checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
         device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
     native_backend.may_capture = lambda *_: True                       # only `replays` captures graphs
-    native_backend.NativeBackend.capture_graphs, capture = lambda _: None, native_backend.NativeBackend.capture_graphs
+    capture, native_backend.NativeBackend.capture_graphs = (
+        native_backend.NativeBackend.capture_graphs, lambda _, must: None)
     backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=num_slots)
     native_backend.NativeBackend.capture_graphs = capture
     backend._plain_steps.pad_to(graph_rows(num_slots))
@@ -230,6 +232,64 @@ def many_rows(folder):
            "difference": (fused_logits - separate_logits).abs().max().item()}
 
 
+class SpoiltGraph(ReplayedGraph):
+    """Changes results of a replay by `spoils(shape, results)`. If that is None, a capture raises."""
+
+    spoils, steps = None, None
+
+    def capture(self, function):
+        super().capture(function)
+        if SpoiltGraph.spoils is None and self._shape.rows == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def replay(self):
+        super().replay()
+        if SpoiltGraph.spoils is not None:
+            SpoiltGraph.spoils(self._shape, SpoiltGraph.steps.inputs.tensors(self._shape).results)
+
+
+def token_of_the_last_row(shape, results):
+    if not shape.contexts:
+        results[0, min(shape.rows, SLOTS) - 1] += 1
+
+
+def log_prob_of_a_split_step(shape, results):
+    if shape.is_split and not shape.contexts:
+        results[3, 0].view(torch.float32).add_(0.01)
+
+
+def token_of_a_context(shape, results):
+    if shape.contexts:
+        results[0, shape.rows] += 1
+
+
+def wrong_replays(folder):
+    """Yield what a backend finds in graphs of which one is wrong in one kind of step, and does if there are none."""
+    graphs.CapturedGraph, warnings = SpoiltGraph, []
+    native_backend.log.warning = lambda text, *values: warnings.append(text % values)
+    backend, steps = make_steps(engine_modes.checkpoint(folder))
+    SpoiltGraph.steps, steps._mixed_sizes = steps, frozenset(sorted(steps._mixed_sizes)[:1])
+    SpoiltGraph.spoils = staticmethod(lambda *_: None)
+    backend.capture_graphs()
+    yield {"finding": "wrong replay", "name": "none", "has_graphs": steps.graphs is not None, "warnings": warnings}
+    for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
+        SpoiltGraph.spoils = staticmethod(spoils)
+        with torch.inference_mode():
+            difference = backend._difference_of_graphs()
+        yield {"finding": "wrong replay", "name": spoils.__name__, "difference": difference,
+               "pool_is_zero": not backend._pool.any().item()}
+    SpoiltGraph.spoils = None
+    for must in (False, True):
+        try:
+            backend.capture_graphs(must=must)
+            yield {"finding": "wrong replay", "name": "raises", "has_graphs": steps.graphs is not None,
+                   "warnings": warnings}
+        except ConfigError as error:
+            yield {"finding": "wrong replay", "name": "must", "error": str(error)}
+    ReplayedGraph.captured.clear()
+    ReplayedGraph.replayed.clear()
+
+
 def replays(folder):
     """Yield the answers of an engine that replays graphs."""
     native_backend.may_capture = lambda *_: True
@@ -244,6 +304,6 @@ if __name__ == "__main__":
     native_backend.NativeBackend.warm_up = lambda *_: None
     step_fusion.compared_tokens = lambda *_: ()
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))
-    for finding in chain(recordings(*made), planted(*made), replays(sys.argv[1]), launches(sys.argv[1]),
-                         counted(sys.argv[1]), many_rows(sys.argv[1])):
+    for finding in chain(recordings(*made), planted(*made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
+                         launches(sys.argv[1]), counted(sys.argv[1]), many_rows(sys.argv[1])):
         print(json.dumps(finding), flush=True)

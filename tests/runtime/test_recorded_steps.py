@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from batch_manager.runtime.graphs import WITHOUT_GRAPHS
 from tests.integration import engine_modes
 
 from .capture_recorder import Recorder
@@ -68,6 +69,18 @@ def test_what_is_not_an_input_of_the_step_shows(findings, plant, shows):
     (found,) = findings[1][plant]
     assert found[shows]
     assert found["replayed"] == (plant == "waits")
+
+
+def test_graphs_are_dropped_if_a_replayed_step_differs_from_a_launched_one(findings):
+    found = {line["name"]: line for line in findings[1]["wrong replay"]}
+    assert found["none"]["has_graphs"] and found["none"]["warnings"] == []
+    for name, says in (("token_of_the_last_row", "has token"), ("log_prob_of_a_split_step", "log-probability differs"),
+                       ("token_of_a_context", "has token")):
+        assert says in found[name]["difference"] and found[name]["pool_is_zero"]
+    (warning,) = found["raises"]["warnings"]
+    assert not found["raises"]["has_graphs"]
+    assert warning.startswith(f"{WITHOUT_GRAPHS}capturing StepShape(rows=2")
+    assert found["must"]["error"].startswith("cuda_graphs is True, but capturing ")
 
 
 def test_an_engine_that_replays_its_steps_gives_what_the_engine_in_torch_gives(findings):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...errors import ConfigError
 from ...gpt_manager import GptManager
 from ...names import SchedulerPolicy, TrtGptModelType
-from ...runtime.graphs import WITHOUT_GRAPHS
 from ..bench.client import Client, Receipt
 from ..bench.errors import BenchmarkError
 from ..bench.warm_up import warm_up_requests
@@ -209,7 +207,7 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
            max_num_tokens: int = STEP_TOKENS, **options: Any) -> Iterator[Engine]:
     """Context manager that yields a warm engine with random weights. The end of `with` ends the engine immediately.
 
-    If an engine with graphs cannot be constructed, or captures no graphs, an engine without graphs is yielded, and its
+    If an engine with graphs cannot be constructed, an engine without graphs is yielded, and its
     `note` has the reason.
 
     graphs      whether the engine is to capture graphs
@@ -234,16 +232,15 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
                 cuda_graphs=cuda_graphs, **options),
             exclude_input_in_output=True, parts=Parts())
 
-    with reasons_without_graphs() as reasons:
+    reasons, began = [], time.perf_counter()
+    try:
+        manager = construct(graphs)
+    except ConfigError as error:
+        if not graphs:
+            raise
+        reasons.append(str(error))
         began = time.perf_counter()
-        try:
-            manager = construct(graphs)
-        except ConfigError as error:
-            if not graphs:
-                raise
-            reasons.append(str(error))
-            began = time.perf_counter()
-            manager = construct(False)
+        manager = construct(False)
     try:
         made = Engine(bench, manager, client, shape, time.perf_counter() - began)
         made.warm_up(max_batch)
@@ -253,25 +250,6 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
         client.let_go()
         manager.shutdown(drain=False, timeout=30)
         bench.clock.forget()
-
-
-@contextlib.contextmanager
-def reasons_without_graphs() -> Iterator[list[str]]:
-    """Context manager that yields a list, to which each failed capture of graphs within `with` appends its reason."""
-    reasons: list[str] = []
-
-    class Reader(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            text = record.getMessage()
-            if text.startswith(WITHOUT_GRAPHS):
-                reasons.append(text.removeprefix(WITHOUT_GRAPHS))
-
-    logger, reader = logging.getLogger("batch_manager"), Reader(logging.WARNING)
-    logger.addHandler(reader)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(reader)
 
 
 def not_reached(goal: str, case: str, reason: str) -> Record:
