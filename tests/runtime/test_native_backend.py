@@ -410,7 +410,7 @@ def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, l
     also captures steps with contexts, of up to 32 generation rows and 128 context tokens.
     """
     set_aside = step_bytes_of(monkeypatch)
-    monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend: None)
+    monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend, must: None)
     for captures in (False, True):
         monkeypatch.setattr(native_backend, "may_capture", lambda *given, captures=captures: captures)
         build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
@@ -635,6 +635,7 @@ def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
         kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * BLOCKS)            # a GPU refuses blocks of SIZE tokens
         driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32", kv_cache_config=kv,
                               max_num_tokens=64, **options))
+        replays.clear()                                                                # those of the check
         steps = driver.backend._plain_steps
         assert (steps is not None and steps.graphs is not None) == options.get("cuda_graphs", False)
         driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
