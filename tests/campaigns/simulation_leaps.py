@@ -33,7 +33,7 @@ MAX_UTILIZATION = SchedulerPolicy.MAX_UTILIZATION
 SETTINGS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "full": (["--as", "azure", "--request-rate", "40"], {}, "least-loaded"),
     "pauses": (["--as", "azure", "--request-rate", "40", "--input-median", "400"],
-               {"policy": MAX_UTILIZATION, "max_num_sequences": 48}, "round-robin"),
+               {"policy": MAX_UTILIZATION, "num_blocks": 150, "max_num_sequences": 48}, "round-robin"),
     "reuse": (["--as", "mooncake", "--request-rate", "40"],
               {"enable_block_reuse": True, "policy": MAX_UTILIZATION}, "longest-prefix"),
     "idle": (["--as", "azure", "--request-rate", "2", "--output-median", "20"], {}, "least-loaded"),
