@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -249,7 +250,7 @@ def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[]
     """Run a command and return its standard output. Raises OSError if it fails, TimeoutExpired after `seconds`."""
     ends_at = time.monotonic() + seconds
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          start_new_session=True) as process:
+                          start_new_session=True, env=_environment()) as process:
         try:
             while True:
                 try:
@@ -267,6 +268,14 @@ def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[]
         lines = messages.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
         raise OSError("".join(filter(str.isprintable, lines[0]))[:LONGEST_MESSAGE])
     return output
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment for a compiler. A program frozen with PyInstaller has its own path of libraries."""
+    environment = dict(os.environ)
+    if getattr(sys, "frozen", False):
+        environment["LD_LIBRARY_PATH"] = environment.get("LD_LIBRARY_PATH_ORIG", "")
+    return environment
 
 
 def cache_folders() -> list[Path]:
