@@ -8,6 +8,7 @@ module writes only the two counts of the calling thread, with functions of the O
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,8 +86,9 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL | None]:
                           "leave num_threads unset and call torch.set_num_threads for the process") from None
     if not torch.backends.mkl.is_available():
         return openmp, None
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+    # Only the library that torch has loaded: a frozen program can have a second copy, which must not be loaded too.
+    for name in ("libtorch_cpu.so", str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.dylib")):
         with contextlib.suppress(OSError, AttributeError):
-            mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            mkl = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
             return openmp, mkl if mkl.MKL_Set_Num_Threads_Local else None
     return openmp, None
