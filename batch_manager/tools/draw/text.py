@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from ...stats.trace import IterationTrace
 from .picture import Picture, span_of_iterations
 
-LEGEND = ("C12 context, 12 tokens   G generation, 1 token   P paused   . waiting   - in the client   "
-          "* ended in this iteration")
+LEGEND = "C12 context, 12 tokens   G generation, 1 token   P paused   . waiting   - in the client   * ended"
 
 
 def render_text(trace: Iterable[IterationTrace], *, width: int = 100, legend: bool = True) -> str:
