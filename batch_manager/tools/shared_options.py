@@ -36,7 +36,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--format": ("format of the file of requests", {}),
     "--tokenizer": ("a folder of a model, or a .gguf file, with the tokenizer", {"metavar": "FOLDER"}),
     "--output-tokens": ("tokens of an output", {"type": at_least(0), "metavar": "N"}),
-    "--turns": ("which turns of a conversation of texts", {"choices": ("first", "all")}),
+    "--turns": ("most turns of a session or of ShareGPT's conversation; later ones are left out", {
+        "type": at_least(1), "metavar": "N"}),
     "--workload": ("the requests", {"metavar": "FILE"}),
     # engine
     "--model": ("folder of a Hugging Face checkpoint, or a .gguf file", {"metavar": "FOLDER"}),
@@ -64,6 +65,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--slo-e2e-ms": ("goodput: upper bound on the time to the last token", {"type": positive, "metavar": "MS"}),
     "--slo-share": ("goodput: share of the requests that must be within the bounds", {
         "type": positive, "metavar": "S"}),
+    "--find-saturation": ("search for the highest sustained request rate", {"action": "store_true"}),
+    "--max-probes": ("most runs of a search", {"type": at_least(2), "metavar": "N"}),
     "--sweep": ("serve the workload once for each value", {"action": "append", "metavar": "NAME=V,V,..."}),
     "--out": ("the file to write", {"type": Path, "metavar": "FILE"}),
     "--output-csv": ("write a table with gptManagerBenchmark's names, one row per run", {
@@ -104,6 +107,7 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("which requests, and when").add_argument
     add_shared(add, "--num-requests", "at most, from the beginning", "all")
     add_shared(add, "--skip", shown="0", dest="first", default=0)
+    add_shared(add, "--turns", "1: requests without sessions", "all")
     add_shared(add, "--time-scale", "0.5 is twice as fast", "1", default=1.0)
     add_shared(add, "--max-input-tokens", shown="any")
     add_shared(add, "--max-output-tokens", shown="any")

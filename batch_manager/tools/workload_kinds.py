@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import BatchManagerError
+from ..errors import BatchManagerError, counted
 from .command_parser import CommandParser, at_least
 from .datasets import (
     FORMATS,
@@ -191,6 +191,10 @@ def _vocabulary(options: argparse.Namespace) -> int:
 
 
 def _write(workload: dict[str, Any], options: argparse.Namespace) -> None:
+    if "sessions" in workload and options.form != "workload":
+        raise DatasetError("", f"the file has {counted(workload['sessions'], 'session')} of several turns",
+                           f"expected requests alone with --as {options.form}, which has no field for sessions",
+                           "pass --turns 1, or write a workload")
     text = json.dumps(workload) if options.form == "workload" else dataset_text(workload, options.kind)
     write_file(options.out, [text])
     print_summary(workload, options.out, shared_prefix=getattr(options, "shared_prefix", 0))

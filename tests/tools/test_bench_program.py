@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager import Parts
@@ -23,7 +24,7 @@ from batch_manager.tools.bench.errors import InputError
 from batch_manager.tools.bench.gate import Gate
 from batch_manager.tools.bench.load import Load
 from batch_manager.tools.bench.measurement import Measurement
-from batch_manager.tools.bench.metrics import Bounds
+from batch_manager.tools.bench.metrics import Bounds, arrival_window_rate
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.request_options import RequestOptions
 from batch_manager.tools.bench.result import FORMAT_VERSION, read_result
@@ -236,6 +237,36 @@ def test_a_rate_within_the_bounds_is_sustained_only_if_it_is_completed(setting):
     assert not any(point["sustained"] for point in result["points"][1:] if point["request_rate"] > most * 1.1)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.9])
+def test_no_rate_above_the_capacity_is_sustained(spread, monkeypatch):
+    """A server with a scripted clock completes 100 requests/s, one at a time. Poisson arrivals gave up to 240."""
+    capacity, requests = 100.0, make_workload(count=32, vocab_size=1000)
+    options = parse_options(["--model", "none", "--workload", "w.json", "--find-saturation", "--max-batch-size", "2"])
+    for seed in range(20):
+        options.random_seed = seed
+        seconds = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, 32)
+        seconds *= 1 / capacity / seconds.mean()
+        search = Measurement(options, requests)
+        tried = []
+
+        def serve(load, label, search=search, seconds=seconds, tried=tried):
+            arrivals, finals, now = load.arriving(requests["requests"]), [], 0.0
+            for request in arrivals:
+                now = max(now, request["arrival_s"]) + seconds[request["id"] % 32]
+                finals.append(now)
+            search.points.append({
+                "failed": 0, "offered_rate": load.offered_rate(arrivals), "requests_s": len(finals) / now,
+                "arrival_window_rate": arrival_window_rate(
+                    np.array([request["arrival_s"] for request in arrivals]), np.array(finals))})
+            tried.append(load.request_rate)
+            return search.points[-1]
+        monkeypatch.setattr(search, "_serve", serve)
+        found = search._find_saturation()
+        assert 0.9 * capacity < found.sustained <= capacity / SUSTAINED_SHARE
+        assert not any(point["sustained"] for point, rate in zip(search.points[1:], tried[1:], strict=True)
+                       if rate > capacity / SUSTAINED_SHARE)
+
+
 def test_repetitions_have_their_own_ids_and_cache_salts():
     load = Load(request_rate=10.0, delays="constant", repetitions=3)
     requests = load.arriving(TEN["requests"])
@@ -243,7 +274,8 @@ def test_repetitions_have_their_own_ids_and_cache_salts():
     assert [round(request["arrival_s"], 6) for request in requests] == [number / 10 for number in range(30)]
     made = [RequestOptions(cache_salt="run 1").make(request, streaming=True) for request in requests]
     assert [one.cache_salt for one in made[::10]] == ["run 1", "run 1, repetition 1", "run 1, repetition 2"]
-    assert repetitions(10, 32) == 52 and repetitions(512, 32) == 1 and repetitions(10, 10**6) == 205
+    assert repetitions(10, 32) == 52 and repetitions(512, 32) == 4 and repetitions(513, 32) == 1
+    assert repetitions(10, 10**6) == 208
 
 
 def test_the_saturation_takes_some_requests():

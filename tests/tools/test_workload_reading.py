@@ -375,19 +375,80 @@ def share_gpt(*turns):
 
 
 def test_share_gpt_conversations(write):
-    """As other benchmarks read them: the first question and its answer, as plain text; unanswered ones are left out."""
+    """Each answered question is a turn, as plain text. With one turn each, a request is that of other benchmarks."""
     rows = [share_gpt(("human", "ab"), ("gpt", "xyz"), ("human", "later"), ("gpt", "no")),
             share_gpt(("gpt", "zzz"), ("system", "S"), ("human", "abc"), ("gpt", "xy")),
             share_gpt(("human", "only a question")), share_gpt()]
     for content in (json.dumps(rows), "".join(f"{json.dumps(row)}\n" for row in rows)):
         report = ReadReport()
         made = read_workload(write(content), vocab_size=200, tokenizer=ChatTokenizer(), report=report)["requests"]
-        assert [(one["prompt"], one["max_tokens"]) for one in made] == [
-            (ChatTokenizer().encode("ab"), 3), (ChatTokenizer().encode("S\nabc"), 2)]
-        assert (report.format, report.kept, report.empty, report.unread) == ("texts", 2, 2, {})
+        encoded = ChatTokenizer().encode
+        assert [(one["session"], one["prompt"], one["max_tokens"]) for one in made] == [
+            (0, encoded("ab"), 3), (0, encoded("later"), 2), (1, encoded("S\nabc"), 2)]
+        assert (report.format, report.kept, report.empty, report.sessions, report.unread) == ("texts", 3, 2, 2, {})
+        firsts = read_workload(write(content), Selection(turns=1), vocab_size=200, tokenizer=ChatTokenizer(),
+                               report=report)
+        assert firsts["requests"] == [{"id": 0, "arrival_s": 0.0, "max_tokens": 3, "prompt": encoded("ab")},
+                                      {"id": 1, "arrival_s": 0.0, "max_tokens": 2, "prompt": encoded("S\nabc")}]
+        assert "sessions" not in firsts and any("1 request left out: turns" in note for note in report.notes())
     wrong = json.dumps([share_gpt(("robot", "a"))])
     assert "conversations[0].from is 'robot'; expected one of human, user, gpt" in refusal(
         write(wrong), tokenizer=ChatTokenizer())
+
+
+def sessions(*turns):
+    """Return the text of a workload with the requests (session, arrival_s, tokens, output tokens, think_s)."""
+    requests = []
+    for number, (session, arrival_s, tokens, output, think_s) in enumerate(turns):
+        own = {name: value for name, value in (("session", session), ("think_s", think_s)) if value is not None}
+        requests.append({"id": 10 + number, "arrival_s": arrival_s, "max_tokens": output, "prompt": [number] * tokens,
+                         **own})
+    return json.dumps({"vocab": 100, "mode": "online", "n": len(requests), "requests": requests})
+
+
+TURNS = ((1, 0.0, 4, 3, None), (2, 5.0, 2, 2, None), (1, 0.0, 5, 1, 2.5), (None, 6.0, 8, 1, None), (1, 0.0, 1, 1, None))
+
+
+@pytest.mark.parametrize("selection, ids, lengths", [
+    (Selection(), [10, 12, 14, 11, 13], [4, 5, 1, 2, 8]),
+    (Selection(turns=2), [10, 12, 11, 13], [4, 5, 2, 8]),
+    (Selection(turns=1), [10, 11, 13], [4, 2, 8]),
+    (Selection(first=1), [11, 13], [2, 8]),                             # the later turns have lost the first one
+    (Selection(max_input_tokens=9), [10, 12, 11, 13], [4, 2, 2, 8]),    # 4 + 3 tokens are history
+    (Selection(max_input_tokens=11, longer="drop"), [10, 11, 13], [4, 2, 8]),
+    (Selection(request_rate=2.0, delays="constant"), [10, 12, 14, 11, 13], [4, 5, 1, 2, 8])])
+def test_turns_of_sessions(selection, ids, lengths, write):
+    made = read_workload(write(sessions(*TURNS)), selection, vocab_size=100)["requests"]
+    assert [one["id"] for one in made] == ids and [len(one["prompt"]) for one in made] == lengths
+    times = {10: 0.0, 12: 0.0, 14: 0.0, 11: 5.0, 13: 6.0}
+    if selection.request_rate:
+        times.update({11: 0.5, 13: 1.0})
+    first = times[ids[0]]
+    assert [one["arrival_s"] for one in made] == [times[one["id"]] - first for one in made]
+    has_sessions = selection.turns != 1
+    assert [one.get("session") for one in made] == [{10: 1, 12: 1, 14: 1, 11: 2}.get(number) if has_sessions else None
+                                                    for number in ids]
+    assert [one.get("think_s", 0.0) for one in made] == [2.5 if number == 12 else 0.0 for number in ids]
+
+
+@pytest.mark.parametrize("turns, text", [
+    ([(-1, 0.0, 4, 3, None)], "requests[0].session is -1; expected an integer, 0 to 2^63-1"),
+    ([(None, 0.0, 4, 3, 1.0)], "requests[0].think_s is 1.0; expected it only in a request with the session of"),
+    ([(1, 0.0, 4, 3, 1.0)], "requests[0].think_s is 1.0; expected it only"),
+    ([(1, 0.0, 4, 3, None), (1, 2.0, 4, 3, None)], "requests[1].arrival_s is 2, that of the first turn of session 1"),
+    ([(1, 0.0, 4, 3, None), (1, 0.0, 4, 3, -2.0)], "requests[1].think_s is -2.0; expected a number")])
+def test_turns_that_are_wrong(turns, text, write):
+    assert text in refusal(write(sessions(*turns)))
+
+
+def test_a_reader_that_does_not_wait_for_answers_refuses_sessions(write):
+    path = write(sessions(*TURNS))
+    with pytest.raises(DatasetError, match="turn of a session.*--turns 1"):
+        list(read_arrivals(path))
+    assert [one.input_tokens for one in read_arrivals(path, Selection(turns=1))] == [4, 2, 8]
+    report = ReadReport()
+    read_workload(write(sessions(TURNS[3])), Selection(turns=3), vocab_size=100, report=report)
+    assert any("--turns has no effect" in note for note in report.notes())
 
 
 def test_batch_files_of_openai(write):

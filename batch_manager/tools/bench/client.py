@@ -1,5 +1,6 @@
 """The callbacks of a benchmark. They record the tokens of each request and the time of each token."""
 
+import heapq
 import math
 import threading
 import time
@@ -13,8 +14,11 @@ from ...responses.perf_metrics import PerfMetrics
 from .errors import BenchmarkError
 from .gate import Gate
 from .request_options import RequestOptions
+from .sessions import is_later_turn, next_turns
 
 DEFAULTS = RequestOptions()
+NOT_SENT = "not sent: an earlier turn of its session failed"
+LONGEST_CHECK_S = 1.0       # between two looks at the health of the engine
 LONGEST_SLEEP_S = 60.0      # an engine that stops before the next arrival is noticed; time.sleep refuses 1e10 s
 
 
@@ -25,7 +29,7 @@ class Receipt:
     tokens      generated tokens; with beams, those of the best beam
     times       time at which each token was received
     error       text of an error response; "": no error
-    arrival_s   arrival of the request; latencies count from it
+    arrival_s   arrival of the request; latencies count from it. Infinity: a later turn that has not arrived
     final_s     time of the final response; None: not yet
     queue_s     seconds from arrival to the first step; None: unknown, or timings were not requested
     """
@@ -59,7 +63,8 @@ class Count:
 class Client:
     """The callbacks of one manager, and the arrived requests that the manager has not taken yet.
 
-    An arrived request waits in the client until the manager has room for it and the run's `Gate` allows it.
+    An arrived request waits in the client until the manager has room for it and the run's `Gate` allows it. A later
+    turn of a session arrives `think_s` after the answer to the turn before it.
 
     prompts_included   whether non-streamed responses begin with the prompt (exclude_input_in_output is off)
     last_response      time of the latest final response, in seconds since the start of the run
@@ -74,7 +79,10 @@ class Client:
         self._num_open = self._num_inside = 0
         self._started = 0.0
         self._is_answered = False
-        self._all_done = threading.Event()
+        self._all_done, self._wake = threading.Event(), threading.Event()
+        self._next_turns: dict[int, dict[str, Any]] = {}        # request id -> the next turn of its session
+        self._open_turns: dict[int, dict[str, Any]] = {}        # request id -> a turn that another one follows
+        self._thinking: deque[tuple[float, int, dict[str, Any]]] = deque()      # arrival, request id, turn
         self._streaming, self._options = True, DEFAULTS
         self._gate: Gate | None = None
         self.last_response = 0.0
@@ -86,6 +94,7 @@ class Client:
         if self._is_answered:           # the iteration of the last response is over, and its statistics have arrived
             self._is_answered = False
             self._all_done.set()
+            self._wake.set()
         waiting = self._waiting
         if not waiting:
             return []
@@ -116,9 +125,34 @@ class Client:
                 receipt.queue_s = metrics.queue_s
             self._num_open -= 1
             self._num_inside -= 1
-            if self._backlog:
+            is_over = not self._next_turns or self._end_turn(request_id, receipt, now)
+            if is_over and self._backlog:
                 self._arrive([self._backlog.popleft()], now)
             self._is_answered = not self._num_open
+
+    def _end_turn(self, request_id: int, receipt: Receipt, now: float) -> bool:
+        """Let the next turn of the request's session arrive. Returns whether the session is over.
+
+        After a failed turn, the later turns fail too.
+        """
+        turn = self._next_turns.get(request_id)
+        if turn is None:
+            return True
+        if receipt.error:
+            while turn is not None:
+                unsent = self._receipts[turn["id"]]
+                unsent.error, unsent.arrival_s = NOT_SENT, now
+                self._num_open -= 1
+                turn = self._next_turns.get(turn["id"])
+            return True
+        turn["prompt"] = [*self._open_turns.pop(request_id)["prompt"], *receipt.tokens, *turn["prompt"]]
+        if think_s := turn.get("think_s", 0.0):
+            self._receipts[turn["id"]].arrival_s = now + think_s
+            self._thinking.append((now + think_s, turn["id"], turn))
+            self._wake.set()
+        else:
+            self._arrive([turn], now)
+        return False
 
     def keep_stats(self, record: str) -> None:
         self.stats.append(record)
@@ -128,6 +162,8 @@ class Client:
     def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
               limit_s: float = math.inf) -> dict[int, Receipt]:
         """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
+
+        The prompt of a later turn is replaced by the whole prompt: the history and the tokens of the new turn.
 
         started   value of perf_counter() at the start of the run; arrival times and timestamps count from it
         limit_s   time limit, in seconds since `started`
@@ -145,37 +181,52 @@ class Client:
                   gate: Gate | None = None) -> dict[int, Receipt]:
         """Like `serve`, but a failed request only sets the error of its receipt.
 
-        concurrency   requests in progress at a time: the next request arrives when one is done, and arrival times are
-                      ignored; 0: requests arrive at their times
+        concurrency   requests or sessions in progress at a time: the next one arrives when one is done, and arrival
+                      times are ignored; 0: they arrive at their times
         options       options of every request
         gate          limits the submission of arrived requests; None: no limit
 
         Raises BenchmarkError if the time limit passes or the engine stops answering.
         """
         self._started, self._streaming, self._options, self._gate = started, streaming, options, gate
-        self._receipts = {request["id"]: Receipt(arrival_s=request["arrival_s"]) for request in requests}
+        self._next_turns, self._thinking = next_turns(requests), deque()
+        self._open_turns = {request["id"]: request for request in requests if request["id"] in self._next_turns}
+        self._receipts = {request["id"]: Receipt(arrival_s=math.inf if is_later_turn(request) else request["arrival_s"])
+                          for request in requests}
         if self._prompt_lengths is not None:
-            self._prompt_lengths = {request["id"]: len(request["prompt"]) for request in requests}
+            self._prompt_lengths = {}
         self._num_open, self._num_inside = len(requests), 0
         self._all_done.clear()
 
-        arriving = deque(sorted(requests, key=lambda request: request["arrival_s"]))
+        in_order = sorted((request for request in requests if not is_later_turn(request)),
+                          key=lambda request: request["arrival_s"])
+        # A heap of (arrival, position among equal arrivals, request). Only this thread uses it.
+        arriving: list[tuple[float, int, dict[str, Any]]] = []
         if concurrency:
-            first = [arriving.popleft() for _ in range(min(concurrency, len(arriving)))]
-            self._backlog, arriving = arriving, deque()
-            self._arrive(first, time.perf_counter() - started)
+            self._backlog = deque(in_order[concurrency:])
+            self._arrive(in_order[:concurrency], time.perf_counter() - started)
             manager.notify()
-        while arriving:
-            wait_s = arriving[0]["arrival_s"] - (time.perf_counter() - started)
-            time.sleep(min(max(0.0, wait_s), LONGEST_SLEEP_S))
+        else:
+            arriving = [(request["arrival_s"], position, request) for position, request in enumerate(in_order)]
+        has_turns = bool(self._next_turns)
+        while arriving or (has_turns and not self._all_done.is_set()):
+            while self._thinking:
+                heapq.heappush(arriving, self._thinking.popleft())
+            wait_s = arriving[0][0] - (time.perf_counter() - started) if arriving else LONGEST_CHECK_S
+            if has_turns and wait_s > 0:            # an answer may let a turn arrive earlier than all others
+                self._wake.wait(min(wait_s, LONGEST_CHECK_S))
+                self._wake.clear()
+            else:
+                time.sleep(min(max(0.0, wait_s), LONGEST_SLEEP_S))
             now = time.perf_counter() - started
             arrived = []
-            while arriving and arriving[0]["arrival_s"] <= now:
-                arrived.append(self._make(arriving.popleft()))
+            while arriving and arriving[0][0] <= now:
+                arrived.append(self._make(heapq.heappop(arriving)[2]))
             self._waiting.extend(arrived)           # requests that arrive together become visible to `get` together
-            manager.notify()
+            if arrived:
+                manager.notify()
             self._check(manager, limit_s)
-        while not self._all_done.wait(1.0):
+        while not self._all_done.wait(LONGEST_CHECK_S):
             self._check(manager, limit_s)
         return self._receipts
 
@@ -183,7 +234,7 @@ class Client:
         """Return the progress of the run. Any thread may call this method, which does not slow the worker down."""
         receipts = self._receipts
         now = time.perf_counter() - self._started
-        arrived = (len(receipts) - len(self._backlog) if self._backlog
+        arrived = (len(receipts) - len(self._backlog) if self._backlog and not self._next_turns
                    else sum(receipt.arrival_s <= now for receipt in receipts.values()))
         return Count(len(receipts) - self._num_open, len(receipts), arrived,
                      sum(len(receipt.tokens) for receipt in receipts.values()), now)
@@ -203,5 +254,7 @@ class Client:
 
     def _make(self, request: dict[str, Any]) -> InferenceRequest:
         arrival_s = self._receipts[request["id"]].arrival_s
+        if self._prompt_lengths is not None:
+            self._prompt_lengths[request["id"]] = len(request["prompt"])
         return self._options.make(request, streaming=self._streaming,
                                   arrival_time=time.monotonic() - (time.perf_counter() - self._started - arrival_s))

@@ -46,19 +46,23 @@ def responses(served: Served, options: argparse.Namespace) -> list[dict[str, Any
 
 REQUEST_COLUMNS = ["run", "request_rate", "concurrency", "id", "arrival_ms", "prompt_tokens", "output_tokens",
                    "ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "error"]
+TURN_COLUMNS = ["session", "turn"]
 
 
 def request_rows(served: Sequence[Served], *, streaming: bool) -> Iterator[list[Any]]:
     """Yield a header, and a row for each request of each run. Times are milliseconds; a cell is empty if unknown.
 
-    `run` counts the runs of a sweep or a search from 1. `arrival_ms` counts from the start of the run.
+    A workload with sessions has TURN_COLUMNS too. `run` counts the runs of a sweep or a search from 1. `arrival_ms`
+    counts from the start of the run.
     """
-    yield REQUEST_COLUMNS
+    has_turns = any("turn" in request for run in served for request in run.requests)
+    yield [*REQUEST_COLUMNS, *(TURN_COLUMNS if has_turns else [])]
     for number, run in enumerate(served, 1):
         ids = [request["id"] for request in run.requests]
-        yield from request_rows_of(number, run.load, ids, Stamps.of_receipts(run.requests, run.receipts),
-                                   {request_id: run.receipts[request_id].error for request_id in ids},
-                                   streaming=streaming)
+        rows = request_rows_of(number, run.load, ids, Stamps.of_receipts(run.requests, run.receipts),
+                               {request_id: run.receipts[request_id].error for request_id in ids}, streaming=streaming)
+        for request, row in zip(run.requests, rows, strict=True):
+            yield [*row, *(request.get(name, "") for name in TURN_COLUMNS if has_turns)]
 
 
 def request_rows_of(number: int, load: Load, ids: Sequence[int], stamps: Stamps, errors: Mapping[int, str], *,

@@ -7,12 +7,19 @@ ABOUT = """Serve a workload through the callbacks of a GptManager and measure ho
     batch-manager bench --model FOLDER --workload offline.json --request-rate 2 --slo-ttft-ms 500 --slo-itl-ms 50
     batch-manager bench --model FOLDER --workload offline.json --sweep concurrency=1,2,4,8,16 --plot plots
     batch-manager bench --model FOLDER --workload offline.json --find-saturation --slo-ttft-ms 500
+    batch-manager bench --model FOLDER --workload sharegpt.json --turns 5 --request-rate 1 --max-input-tokens 4000
 
 Requests are submitted when they arrive and decoded greedily to exactly the requested length. Every token gets a
 timestamp when the send callback receives it. All latencies are computed from these timestamps and count from the
 arrival of the request. Only the run is timed; a warm-up with other prompts runs before it, on the same engine. A
-sweep loads the engine once. With --block-reuse each run of a sweep has its own cache salt, so that it does not
-reuse blocks of the others.
+sweep loads the engine once.
+
+Requests with the same `session` in a workload, and the answered turns of a ShareGPT conversation, are the turns of a
+session. Its first turn arrives at a time of the load; each later turn arrives `think_s` seconds (0) after the answer to
+the turn before it. Its prompt is that turn's prompt, the answer that was generated, and the tokens of the new turn.
+--request-rate is then sessions/s, and --concurrency without a rate is sessions in progress.
+
+With --block-reuse each run of a sweep has its own cache salt, so that it does not reuse blocks of the others.
 """
 
 HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep has these fields for each of `points`:
@@ -28,6 +35,8 @@ HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep h
     user_tok_s                    tokens/s that one user sees: 1 / tpot
     goodput                       with --slo-ttft-ms, --slo-itl-ms, --slo-e2e-ms: requests/s within all bounds, and
                                   their share (--slo-itl-ms bounds a request's mean time between tokens)
+    sessions, turns               number of sessions, and the figures of the first turns, the second turns, and so on;
+                                  null without sessions
     offered_rate, completion_rate requests/s that arrive, and that complete, between the first and the last one
     arrival_window_rate           requests/s that complete in the second half of the time in which requests arrive: the
                                   offered rate less the growth of the requests in progress between its quarters;

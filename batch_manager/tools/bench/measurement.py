@@ -14,7 +14,17 @@ from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
 from .saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained, repetitions
 from .session import Served, Session
+from .sessions import num_sessions
 from .summary import sweep_table
+
+
+def probe_load(options: argparse.Namespace, rate: float, repeated: int) -> Load:
+    """Return the load of a run of a search, whose requests arrive at constant intervals.
+
+    The chance of exponential intervals would move the completion rate of a few requests by more than the 5 % that
+    decide.
+    """
+    return replace(load_of(options, request_rate=rate), delays="constant", repetitions=repeated)
 
 
 class Measurement:
@@ -35,6 +45,10 @@ class Measurement:
         self._interrupted_at: Count | None = None
         self.points: list[dict[str, Any]] = []
         self.served: list[Served] = []
+        if options.find_saturation and num_sessions(self._workload["requests"]):
+            raise InputError("--find-saturation was given and the workload has sessions, whose later turns arrive "
+                             "after answers; expected requests with a rate; pass --turns 1, or --sweep "
+                             "request_rate=...")
         if options.find_saturation and self._workload["n"] < FEWEST_REQUESTS:
             raise InputError(f"the workload has {counted(self._workload['n'], 'request')}; --find-saturation needs at "
                              f"least {FEWEST_REQUESTS}; use a larger workload")
@@ -95,7 +109,7 @@ class Measurement:
         repeated = repetitions(self._workload["n"], max(options.max_batch_size, options.max_num_sequences or 0))
 
         def holds(rate: float) -> bool:
-            load = replace(load_of(options, request_rate=rate), repetitions=repeated)
+            load = probe_load(options, rate, repeated)
             point = {**self._serve(load, f"{rate:.4g} requests/s"), "n": repeated * self._workload["n"]}
             self.points[-1] = point
             point["sustained"] = is_sustained(point, bounds, share)

@@ -20,6 +20,7 @@ from .client import Receipt
 from .stamps import Stamps
 
 PERCENTILES = (50, 90, 99)
+FIGURES_OF_A_TURN = ("prompt_tokens", "output_tokens", "failed", "latency_ms")
 LATENCIES = ("ttft", "itl", "tpot", "e2e", "queue")
 NAMES = ("avg", "min", "max", *(f"p{percent}" for percent in PERCENTILES))
 
@@ -73,6 +74,26 @@ def figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receip
                 if receipts[request["id"]].error]
     return figures_of(Stamps.of_receipts(requests, receipts), failures, wall_s, streaming=streaming, bounds=bounds,
                       counts_early_ends=counts_early_ends)
+
+
+def turn_figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt], wall_s: float, *,
+                 streaming: bool) -> list[dict[str, Any]] | None:
+    """Return the figures of the first turns of all sessions, of the second turns, and so on. None: no sessions.
+
+    turn, n         the turn, counted from 1, and the number of sessions that have it
+    prompt_tokens   tokens of the whole prompts: earlier turns, their answers, and the new turn
+
+    For the arguments and the other figures, see `figures`.
+    """
+    by_turn: dict[int, list[Mapping[str, Any]]] = {}
+    for request in requests:
+        if "turn" in request:
+            by_turn.setdefault(request["turn"], []).append(request)
+    found = []
+    for turn, of in sorted(by_turn.items()):
+        values = figures(of, receipts, wall_s, streaming=streaming)
+        found.append({"turn": turn, "n": len(of), **{name: values[name] for name in FIGURES_OF_A_TURN}})
+    return found or None
 
 
 def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,

@@ -102,12 +102,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--static-emulated-timeout", type=_not_negative, default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
     shared("--sweep", f"of {' or '.join(SWEPT)}, on one engine", type=_sweep)
-    add("--find-saturation", action="store_true",
-        help="search for the highest sustained request rate: requests are completed at 0.95 of the rate or more while "
-             "they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of less "
-             "than 16 full batches is repeated, up to 2,048 requests")
-    add("--max-probes", type=at_least(2), metavar="N", default=8,
-        help="most runs of --find-saturation, including the first with all requests at once (8)")
+    shared("--find-saturation", "requests arrive at constant intervals, are completed at 0.95 of the rate or more "
+           "while they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of "
+           "less than 16 full batches is repeated, up to 2,048 requests; one of at most 512 requests at least four "
+           "times")
+    shared("--max-probes", "including the first with all requests at once", "8", default=8)
     add_selection_arguments(parser)
 
 
@@ -222,6 +221,11 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; "
                      "leave out --time-scale, or leave out --request-rate, --concurrency, --sweep and "
                      "--find-saturation")
+    if options.find_saturation:
+        if options.delays == "exponential":
+            parser.error("--delays is exponential and --find-saturation was given, whose requests arrive at constant "
+                         "intervals; leave out --delays, or measure rates with --sweep request_rate=...")
+        options.delays = "constant"
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
     complete_selection(options, parser, has_rate=bool(options.request_rate or swept or options.find_saturation))
     for name, needed in NEEDS.items():

@@ -12,9 +12,10 @@ from .engine import precision_of, vocabulary_of
 from .errors import InputError
 from .files import write_stats
 from .load import Load
-from .metrics import Bounds, figures
+from .metrics import Bounds, figures, turn_figures
 from .result import provenance, python_version, version_text
 from .session import Served, Session
+from .sessions import num_sessions, with_turns
 
 FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of the first requests
 
@@ -77,6 +78,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
     offered = load.offered_rate(served.requests)
     return {
         "mode": mode_of(workload, load),
+        "sessions": num_sessions(served.requests),
         "request_rate": load.request_rate,
         "delays": load.delays if load.request_rate else None,
         "concurrency": load.concurrency,
@@ -84,6 +86,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
         "wall_s": round(served.wall_s, 4),
         **figures(served.requests, receipts, served.wall_s, streaming=options.streaming, bounds=bounds_of(options),
                   counts_early_ends=options.eos_id == -1),
+        "turns": turn_figures(served.requests, receipts, served.wall_s, streaming=options.streaming),
         "peak_rss_mb": served.meter.peak_rss_mb,
         "steps": served.steps or None,
         "cpu": served.meter.cpu,
@@ -129,7 +132,7 @@ def prepared(workload: Any, options: argparse.Namespace) -> dict[str, Any]:
     if len(set(ids)) != len(ids):
         twice = next(request_id for number, request_id in enumerate(ids) if request_id in ids[:number])
         raise InputError(f"the id {twice} occurs twice in {options.workload}; expected unique ids")
-    return dict(workload, n=len(requests))
+    return dict(workload, n=len(requests), requests=with_turns(requests))
 
 
 def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

@@ -85,6 +85,10 @@ def criterion_of(bounds: Bounds, share: float) -> str:
 def repetitions(num_requests: int, max_active: int) -> int:
     """Return how often a run repeats a workload, so that a full batch is a small part of the run.
 
+    A small workload is repeated a multiple of four times: each quarter of the arrivals, which `arrival_window_rate`
+    compares, then has the same requests.
+
     max_active   largest number of requests that the engine computes at a time
     """
-    return -(-min(BATCHES * max_active, MOST_REPEATED) // num_requests)
+    repeated = -(-min(BATCHES * max_active, MOST_REPEATED) // num_requests)
+    return -(-repeated // 4) * 4 if 4 * num_requests <= MOST_REPEATED else repeated

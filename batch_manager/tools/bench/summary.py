@@ -68,8 +68,9 @@ def load_words(result: Result) -> str:
 def table(result: Result) -> str:
     """Format one run as a table."""
     failed = f", {result['failed']} failed" if result["failed"] else ""
-    out = [f"{result['n']} requests{failed}, {load_words(result)}: {result['wall_s']:.2f} s, {result['steps'] or 0:,} "
-           f"iterations",
+    of = f" of {result['sessions']} sessions" if result.get("sessions") else ""
+    out = [f"{result['n']} requests{of}{failed}, {load_words(result)}: {result['wall_s']:.2f} s, "
+           f"{result['steps'] or 0:,} iterations",
            f"prompt tokens {result['prompt_tokens']:,}, generated tokens {result['output_tokens']:,}", "",
            *aligned([["requests/s", number(result["requests_s"])],
                      ["generated tokens/s", number(result["output_tok_s"])],
@@ -82,7 +83,19 @@ def table(result: Result) -> str:
              for name in LATENCIES if (values := result["latency_ms"][name])]
     if result["user_tok_s"]:
         rows.append(["tokens/s of one user", *(number(result["user_tok_s"][which]) for which in NAMES)])
-    return "\n".join(out + aligned(rows))
+    out += aligned(rows)
+    if result.get("turns"):       # a simulation has none
+        out += ["", *aligned(turn_rows(result["turns"]))]
+    return "\n".join(out)
+
+
+def turn_rows(turns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    rows = [["turn", "requests", "failed", "tokens of a prompt", "ttft p50, ms", "p99", "e2e p50, ms", "p99"]]
+    for turn in turns:
+        latencies = [turn["latency_ms"][name] for name in ("ttft", "e2e")]
+        rows.append([str(turn["turn"]), str(turn["n"]), str(turn["failed"]), number(turn["prompt_tokens"] / turn["n"]),
+                     *(number(of and of[which]) for of in latencies for which in ("p50", "p99"))])
+    return rows
 
 
 def goodput_rows(result: Result) -> list[list[str]]:

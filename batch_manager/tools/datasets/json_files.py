@@ -9,13 +9,17 @@ from .json_lines import JsonLines
 from .records import Record, note_unread, seconds, tokens_of, whole_number
 
 WORKLOAD_KEYS = ("id", "arrival_s", "max_tokens", "prompt")
+SESSION_KEYS = ("session", "think_s")
 DESCRIPTION = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
-               "sampling", "source", "requests")
+               "sampling", "source", "sessions", "requests")
 TOKENS, LENGTHS = "input_ids", ("output_len", "output_tokens")
 
 
 class WorkloadRecords:
     """Reads the requests of a file of `batch-manager workload`. Implements `RecordReader`.
+
+    Requests with the same `session` are the turns of a session, in the order of the file. A later turn may have
+    `think_s`, the seconds from the answer to the previous turn; its `arrival_s` is that of the first turn.
 
     vocab_size   token ids must be below this number; None: at most 2^31 - 1
     """
@@ -31,10 +35,11 @@ class WorkloadRecords:
 
     def __iter__(self) -> Iterator[Record]:
         ids: set[int] = set()
+        arrivals: dict[int, float] = {}         # session -> arrival of its first turn
         for number, (position, request) in enumerate(self._document.items(["requests"])):
             place, name = self.place(position), f"requests[{number}]"
             _check_keys(request, place, name, WORKLOAD_KEYS)
-            note_unread(self.unread, request, WORKLOAD_KEYS)
+            note_unread(self.unread, request, (*WORKLOAD_KEYS, *SESSION_KEYS))
             request_id = request["id"]
             is_id = type(request_id) is int and 0 <= request_id < 2**64
             if not is_id or request_id in ids:
@@ -44,8 +49,34 @@ class WorkloadRecords:
             prompt = tokens_of(request["prompt"], place, f"{name}.prompt", self._vocab_size)
             time_s = seconds(request["arrival_s"], place, f"{name}.arrival_s")
             output_tokens = whole_number(request["max_tokens"], place, f"{name}.max_tokens", 1)
-            yield Record(position, number, time_s, len(prompt), output_tokens, prompt=prompt, own=request)
+            session, think_s = _turn(request, place, name, arrivals, time_s)
+            yield Record(position, number, time_s, len(prompt), output_tokens, prompt=prompt, session=session,
+                         think_s=think_s, own=request)
         note_unread(self.unread, self.members, DESCRIPTION)
+
+
+def _turn(request: dict[str, Any], place: str, name: str, arrivals: dict[int, float],
+          time_s: float) -> tuple[int | None, float]:
+    """Return the session and the think time of a request, and add the session to `arrivals`.
+
+    Raises DatasetError for a think time without an answer before it, and for a later turn with an own arrival.
+    """
+    session = request.get("session")
+    if session is not None and (type(session) is not int or not 0 <= session < 2**63):
+        raise DatasetError(place, f"{name}.session is {quoted(session)}", "expected an integer, 0 to 2^63-1",
+                           "leave it out for a request that is no turn of a session")
+    is_later = session in arrivals
+    if "think_s" in request and not is_later:
+        raise DatasetError(place, f"{name}.think_s is {quoted(request['think_s'])}",
+                           "expected it only in a request with the session of an earlier request",
+                           "leave it out; arrival_s is the time of a first turn")
+    if session is None:
+        return None, 0.0
+    if arrivals.setdefault(session, time_s) != time_s:
+        raise DatasetError(place, f"{name}.arrival_s is {time_s:g}, that of the first turn of session {session} is "
+                                  f"{arrivals[session]:g}", "expected the same arrival in all turns",
+                           "set think_s, the seconds from the answer to the next turn")
+    return session, seconds(request.get("think_s", 0.0), place, f"{name}.think_s")
 
 
 class SampleRecords:

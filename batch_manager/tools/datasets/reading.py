@@ -10,6 +10,7 @@ import numpy as np
 from ..traffic import Arrival
 from .errors import DatasetError, quoted
 from .formats import open_records
+from .json_files import SESSION_KEYS
 from .prompts import BlockIds, PromptMaker
 from .records import Record, tokens_of
 from .selection import ReadReport, Selection, select
@@ -20,7 +21,7 @@ BYTES_PER_TOKEN = 40       # in a list of Python integers
 SHARE_OF_MEMORY = 0.5      # the rest is for the output and the engine
 FILES_OWN = ("seed", "vocab", "mode", "rate", "sampling")    # fields kept from a workload file
 COMPUTED = ("seed", "vocab", "mode", "rate", "n", "prompt_tokens", "output_tokens", "prompt_len", "output_len",
-            "sampling")
+            "sampling", "sessions")
 
 
 def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
@@ -50,12 +51,20 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
 def read_records(path: str | os.PathLike, selection: Selection | None = None, *, format: str | None = None,
                  tokenizer: Any = None, output_tokens: int | None = None,
                  report: ReadReport | None = None) -> Iterator[Record]:
-    """Like `read_arrivals`, but yield a `Record` for each request, with the prompt tokens if the file has tokens."""
+    """Like `read_arrivals`, but yield a `Record` for each request, with the prompt tokens if the file has tokens.
+
+    Raises DatasetError for a turn of a session, whose prompt has answers that are not known.
+    """
     report = ReadReport() if report is None else report
     with Source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
-        yield from select(reader, selection or Selection(), report)
+        for record in select(reader, selection or Selection(), report):
+            if record.session is not None:
+                raise DatasetError(reader.place(record.position), "the request is a turn of a session",
+                                   "expected requests that do not wait for answers; batch-manager bench serves them",
+                                   "pass --turns 1, which takes the first turn of each as a request")
+            yield record
 
 
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,
@@ -108,6 +117,7 @@ def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int
     prompt_lengths = np.array([len(request["prompt"]) for request in requests])
     output_lengths = np.array([request["max_tokens"] for request in requests])
     duration = max(request["arrival_s"] for request in requests)
+    sessions = {request["session"] for request in requests if "session" in request}
     return {
         "seed": seed,
         "vocab": vocab_size,
@@ -119,6 +129,7 @@ def summarised(requests: Sequence[dict[str, Any]], *, seed: int, vocab_size: int
         "prompt_len": length_summary(prompt_lengths),
         "output_len": length_summary(output_lengths),
         "sampling": SAMPLING,
+        **({"sessions": len(sessions)} if sessions else {}),
     }
 
 
@@ -146,5 +157,9 @@ def memory_bytes() -> int:
 def _request(record: Record, number: int, prompts: PromptMaker, *, as_recorded: bool) -> dict[str, Any]:
     if record.own is not None and as_recorded:
         return record.own
-    return {**(record.own or {"id": number}), "arrival_s": record.time_s, "max_tokens": record.output_tokens,
+    own = {name: value for name, value in (record.own or {"id": number}).items() if name not in SESSION_KEYS}
+    turn = {}
+    if record.session is not None:
+        turn = {"session": record.session} | ({"think_s": record.think_s} if record.think_s else {})
+    return {**own, **turn, "arrival_s": record.time_s, "max_tokens": record.output_tokens,
             "prompt": prompts.prompt(record) if record.prompt is None else record.prompt}

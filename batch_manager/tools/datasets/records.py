@@ -22,6 +22,10 @@ class Record:
     input_tokens, output_tokens   numbers of tokens of prompt and output; 0 only for failed requests of a trace
     prefix_ids      one id for each PREFIX_TOKENS tokens of the prompt, as in `Arrival`; empty: the request has no ids
     prompt          tokens of the prompt; None: the file has no tokens
+    session         number of the session of which the record is a turn; None: the record is no turn. The turns of a
+                    session follow each other in their order. `input_tokens` and `prompt` are those of the new turn:
+                    its whole prompt has the prompts and the answers of the earlier turns before them
+    think_s         seconds from the answer to the previous turn to this turn; 0 in the first turn
     own             the JSON object of the request, unknown keys included; None: not a workload file
     """
 
@@ -32,6 +36,8 @@ class Record:
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     prompt: list[int] | None = None
+    session: int | None = None
+    think_s: float = 0.0
     own: dict[str, Any] | None = None
 
 

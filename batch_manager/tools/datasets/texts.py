@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...errors import BatchManagerError, ConfigError
@@ -31,8 +32,8 @@ class TextRecords:
                                 messages has the role assistant, it is the output
         instruction, input      the instruction, a line end, and the input (optional)
 
-        conversations           ShareGPT: a list of {from, value}. The prompt is the first turn of the human that is
-                                answered, after a system text if there is one, encoded as plain text; the answer is the
+        conversations           ShareGPT: a list of {from, value}. Each turn of the human that is answered is a turn of
+                                a session, after a system text if there is one, encoded as plain text; the answer is the
                                 output. Conversations without an answered turn are left out
 
     A line of OpenAI's batch files has custom_id, method, url and body; the body is a record as above. `method` is POST
@@ -80,16 +81,19 @@ class TextRecords:
             elif has_times != ("arrival_s" in record):
                 raise DatasetError(place, f"{name} has {'an' if 'arrival_s' in record else 'no'} arrival_s",
                                    "expected it in all records or in none")
+            time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
             try:
+                if "conversations" in record:
+                    yield from self._turns(record, place, name, Record(position, number, time_s, 0, 0, prompt=[]))
+                    continue
                 prompt, output = self._prompt(record, place, name)
                 length = self._output_length(record, output, place, name)
             except BatchManagerError as error:
                 raise DatasetError(place, f"{name}: {error.fact}", error.expectation or "expected text",
                                    error.fix or "") from None
-            if not prompt and "conversations" not in record:
+            if not prompt:
                 raise DatasetError(place, f"{name} has a prompt without tokens", "expected at least one",
                                    FIX_RECORD)
-            time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
             yield Record(position, number, time_s, len(prompt), length, prompt=prompt)
 
     def _body(self, line: dict[str, Any], place: str, name: str) -> Any:
@@ -101,8 +105,18 @@ class TextRecords:
                                    f"expected {' or '.join(expected)}", FIX_RECORD)
         return line["body"]
 
-    def _exchange(self, turns: Any, place: str, name: str) -> tuple[str, str | None]:
-        """Return the texts of the first answered turn of a ShareGPT conversation and its answer, or ("", None)."""
+    def _turns(self, record: dict[str, Any], place: str, name: str, empty: Record) -> Iterator[Record]:
+        """Yield a record for each answered turn of a ShareGPT conversation, or the record `empty` without one."""
+        exchanges = list(self._exchanges(record["conversations"], place, f"{name}.conversations"))
+        for turn, (text, answer) in enumerate(exchanges):
+            prompt = self._encoder.encode(text, add_special_tokens=not turn)
+            yield replace(empty, input_tokens=len(prompt), prompt=prompt, session=empty.number,
+                          output_tokens=self._output_length(record, answer, place, name))
+        if not exchanges:
+            yield empty
+
+    def _exchanges(self, turns: Any, place: str, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the texts of each answered turn of a ShareGPT conversation and its answer."""
         if type(turns) is not list or not all(type(turn) is dict for turn in turns):
             raise DatasetError(place, f"{name} is {quoted(turns)}", "expected a list of objects with from and value",
                                FIX_RECORD)
@@ -121,8 +135,8 @@ class TextRecords:
             elif role == "user":
                 before = text
             elif before:
-                return system + before, text
-        return "", None
+                yield system + before, text
+                system, before = "", None
 
     def _prompt(self, record: dict[str, Any], place: str, name: str) -> tuple[list[int], str | None]:
         """Return the prompt tokens and the text of the output, or None for the text if the record has no output."""
@@ -131,9 +145,6 @@ class TextRecords:
         for key in ("prompt", "text"):
             if key in record:
                 return self._encode(record[key], place, f"{name}.{key}"), output
-        if "conversations" in record:
-            text, answer = self._exchange(record["conversations"], place, f"{name}.conversations")
-            return self._encoder.encode(text) if text else [], answer
         if "messages" in record:
             messages = record["messages"]
             if (type(messages) is not list or not messages
@@ -155,8 +166,6 @@ class TextRecords:
         return self._encoder.encode(_text(prompt, place, name))
 
     def _output_length(self, record: dict[str, Any], output: str | None, place: str, name: str) -> int:
-        if "conversations" in record and output is None:
-            return 1        # there is no prompt; the record is left out
         for key in LENGTH_KEYS:
             if key in record:
                 return whole_number(record[key], place, f"{name}.{key}", 1)

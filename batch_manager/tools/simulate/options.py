@@ -111,14 +111,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--slo-e2e-ms")
     shared("--slo-share", "for the two searches; with 0.99, a bound is one on the 99th percentile", "0.9", type=share,
            default=0.9)
-    add("--find-saturation", action="store_true",
-        help="search for the highest sustained request rate, as in bench: requests are completed at 0.95 of the rate "
-             "or more while they arrive and, with bounds, the share --slo-share of them is within the bounds. A small "
-             "workload is repeated")
+    shared("--find-saturation", "requests are completed at 0.95 of the rate or more while they arrive and, with "
+           "bounds, the share --slo-share of them is within the bounds. A small workload is repeated")
     add("--find-replicas", action="store_true",
         help="search for the fewest replicas that sustain --request-rate, or the arrival times of the workload; the "
              "first number is --replicas")
-    add("--max-probes", type=at_least(2), metavar="N", default=16, help="most simulations of a search (16)")
+    shared("--max-probes", shown="16", default=16)
     shared("--sweep", "of several sweeps, each combination", type=_sweep, default=[])
 
 
