@@ -101,6 +101,14 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
                                   "see the template of the model") from error
 
 
+def compile_templates(folder: str | os.PathLike) -> None:
+    """Compile the templates of the folder, as the first call of `chat_prompt` would. Raises ConfigError."""
+    files = folder_files(Path(folder))
+    folder_special_tokens(*files)
+    for has_tools in (False, True):
+        folder_template(*files, has_tools=has_tools)
+
+
 def _quoted(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}"[:LONGEST_QUOTE])
 

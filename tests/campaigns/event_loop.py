@@ -1,12 +1,15 @@
 """Sends the largest allowed body of every kind to the OpenAI server, and measures its event loop and its memory.
 
-    python tests/campaigns/event_loop.py [--only KIND ...]      or as suite T19 of `python -m tests.campaigns`
+    python tests/campaigns/event_loop.py [--only KIND ...] [--rounds 3]
+
+It is suite T19 of `python -m tests.campaigns`.
 
 The server is `batch-manager serve` in a process of its own, with a context of 16,384 tokens; the bodies go over HTTP.
 For each kind, the program prints three figures. `late`: the longest time by which a timer of the event loop was late.
-`held`: the same, but at most the CPU time that the process used meanwhile, so that other programs on the machine do not
-count. `kept`: the resident memory afterwards, above that before the first body. A kind is wrong if `held` is more than
-50 ms or `kept` more than 10 MB.
+`held`: the same, but at most the CPU time that the process used meanwhile, so that other programs on the machine count
+less. `kept`: the resident memory afterwards, above that before the first body. A kind is wrong if `held` is more than
+50 ms or `kept` more than 10 MB. A body with a larger `held` is sent up to three times, and the least `held` counts: a
+body that holds the loop does so each time, other programs do not. The first requests after the start are sent once.
 """
 
 import argparse
@@ -34,7 +37,8 @@ MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 16_384
 POOL = 2 * CONTEXT     # tokens; the pool is filled before the measurement, so that it counts as part of the start
-MOST_HELD_MS, MOST_KEPT_MB = 50, 10
+MOST_HELD_MS, MOST_KEPT_MB, MOST_TRIES = 50, 10, 3
+SECONDS_TO_TRIM = 2.5
 
 # ---------------------------------------------------------------------- the server's process
 
@@ -188,7 +192,8 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
 # ---------------------------------------------------------------------- the run
 
 
-def run(options: Options, only: list[str] | None = None, log: Callable[[str], None] = lambda _: None) -> Summary:
+def run(options: Options, only: list[str] | None = None, log: Callable[[str], None] = lambda _: None,
+        rounds: int = 1) -> Summary:
     import httpx
 
     from batch_manager.extras.openai.responses import LARGEST_BODY
@@ -210,7 +215,7 @@ def run(options: Options, only: list[str] | None = None, log: Callable[[str], No
                 assert process.poll() is None, (Path(folder) / "log").read_text()
                 time.sleep(0.1)
             with httpx.Client(base_url=found[1], timeout=600) as client:
-                _send_all(client, bodies(LARGEST_BODY), only, summary, log)
+                _send_all(client, bodies(LARGEST_BODY), only, rounds, summary, log)
         finally:
             process.terminate()
             process.wait(60)
@@ -220,45 +225,60 @@ def run(options: Options, only: list[str] | None = None, log: Callable[[str], No
     return summary
 
 
-def _send_all(client: Any, all_bodies: dict[str, tuple[str, bytes]], only: list[str] | None, summary: Summary,
-              log: Callable[[str], None]) -> None:
+def _send_all(client: Any, all_bodies: dict[str, tuple[str, bytes]], only: list[str] | None, rounds: int,
+              summary: Summary, log: Callable[[str], None]) -> None:
     def figures() -> dict[str, float]:
         return client.get("/figures").json()
 
-    for name in ("small", "response_format: object"):          # libraries are imported, caches are filled
-        path, body = all_bodies[name]
-        client.post(path, content=body)
+    def send(name: str, path: str, body: bytes, tries: int = 1) -> float:
+        """Send a body, log its figures, and return the memory that it left."""
+        least = float("inf")
+        for number in range(1, tries + 1):
+            figures()
+            began = time.monotonic()
+            with client.stream("POST", path, content=body) as answer:
+                told = b"".join(answer.iter_bytes())
+            seconds = time.monotonic() - began
+            time.sleep(SECONDS_TO_TRIM)
+            now = figures()
+            least = min(least, 1e3 * now["held"])
+            kept = (now["resident"] - start) / 1e6
+            line = (f"{name}: {len(body):,} bytes, {answer.status_code} after {seconds:.2f} s, {len(told):,} bytes; "
+                    f"late {1e3 * now['late']:.0f} ms, held {1e3 * now['held']:.0f} ms, kept {kept:.1f} MB; try {number}")
+            log(line if answer.status_code == 200 else f"{line}\n    {told[:200].decode()}")
+            if least <= MOST_HELD_MS:
+                break
+        worst_held.append(least)
+        if least > MOST_HELD_MS or kept > MOST_KEPT_MB or answer.status_code >= 500:
+            summary.failures.append(f"python tests/campaigns/event_loop.py --only {name!r}: {line}")
+        return kept
+
+    worst_held: list[float] = []
+    figures()
+    start = figures()["resident"]
+    for name in ("small", "response_format: object"):
+        send(f"{name}, for the first time", *all_bodies[name])
     client.post("/v1/completions", json={"max_tokens": 1, "prompt": [[number] * 1000
                                                                      for number in range(POOL // 1000 + 8)]})
-    figures()
-    start, worst = figures()["resident"], {"held": 0.0, "late": 0.0, "kept": 0.0}
-    for name, (path, body) in all_bodies.items():
-        if only and name not in only:
-            continue
-        figures()
-        began = time.monotonic()
-        with client.stream("POST", path, content=body) as answer:
-            told = b"".join(answer.iter_bytes())
-        seconds = time.monotonic() - began
-        time.sleep(2.5)
-        now = figures()
-        kept = (now["resident"] - start) / 1e6
-        line = (f"{name}: {len(body):,} bytes, {answer.status_code} after {seconds:.2f} s, {len(told):,} bytes; "
-                f"late {1e3 * now['late']:.0f} ms, held {1e3 * now['held']:.0f} ms, kept {kept:.1f} MB")
-        log(line if answer.status_code == 200 else f"{line}\n    {told[:200].decode()}")
-        if 1e3 * now["held"] > MOST_HELD_MS or kept > MOST_KEPT_MB or answer.status_code >= 500:
-            summary.failures.append(f"python tests/campaigns/event_loop.py --only {name!r}: {line}")
-        worst = {"held": max(worst["held"], now["held"]), "late": max(worst["late"], now["late"]), "kept": kept}
-    summary.ran = (f"{len(only or all_bodies)} bodies: held at most {1e3 * worst['held']:.0f} ms, late at most "
-                   f"{1e3 * worst['late']:.0f} ms; {worst['kept']:.1f} MB kept after all")
+    time.sleep(SECONDS_TO_TRIM)
+    start, kept = figures()["resident"], []
+    for _ in range(rounds):
+        for name, (path, body) in all_bodies.items():
+            if not only or name in only:
+                last = send(name, path, body, MOST_TRIES)
+        kept.append(f"{last:.1f}")
+    summary.ran = (f"{len(only or all_bodies)} bodies: held at most {max(worst_held):.0f} ms; {', '.join(kept)} MB kept "
+                   f"after each of {rounds} rounds")
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return serve(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+")
-    summary = run(Options("F"), parser.parse_args().only, lambda line: print(line, flush=True))
+    parser.add_argument("--only", nargs="+", metavar="KIND")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all bodies are sent (1)")
+    given = parser.parse_args()
+    summary = run(Options("F"), given.only, lambda line: print(line, flush=True), given.rounds)
     print(*summary.failures, summary.ran, sep="\n")
     return 1 if summary.failures else 0
 

@@ -4,8 +4,11 @@ It runs on a scripted model, without sockets.
 """
 
 import asyncio
+import ctypes
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+from batch_manager.extras.chat_template import folder_template  # noqa: E402
 from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.errors import FIELDS  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
@@ -638,6 +642,84 @@ def test_large_calls_are_noted_for_returning_memory():
         assert service.has_freed_much
 
     run(test)
+
+
+def test_prompts_share_the_objects_of_their_ids():
+    async def test(service):
+        text = "Emma walked home. " * 100
+        for prompt, expected in (([4000] * 3, [4000] * 3), (text, TOKENIZER.encode(text).ids)):
+            _, (ids,) = service._read(json.dumps({"prompt": prompt}).encode(), False)
+            assert ids == expected and len(set(map(id, ids))) == len(set(ids)) < len(ids)
+        assert service._shared([5, 4096]) == [5, 4096]           # the engine refuses an id outside the vocabulary
+
+    run(test)
+
+
+def test_a_whole_answer_is_sent_in_pieces_and_noted_for_returning_memory_at_its_end():
+    responses = pytest.importorskip("batch_manager.extras.openai.responses")
+    body, sent, ended = bytes(range(256)) * 5000, [], []
+
+    async def send(message):
+        assert not ended
+        sent.append(message)
+
+    answer = SimpleNamespace(cancel=lambda: ended.append(len(sent)))
+    asyncio.run(responses.WholeAnswer(body, answer, {"x-request-id": "a"})({"type": "http"}, None, send))
+    start, *pieces = sent
+    assert (b"content-length", b"%d" % len(body)) in start["headers"] and (b"x-request-id", b"a") in start["headers"]
+    assert b"".join(piece["body"] for piece in pieces) == body and not pieces[-1].get("more_body")
+    assert max(len(piece["body"]) for piece in pieces) <= responses.LARGEST_PIECE and ended == [len(sent)]
+
+
+def test_nothing_is_compiled_by_requests_after_the_start(monkeypatch, tmp_path):
+    application = pytest.importorskip("batch_manager.extras.openai.application")
+    guided_decoding = pytest.importorskip("batch_manager.extras.guided_decoding")
+    pytest.importorskip("llguidance")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    async def test(service):
+        async def start(*_, **__):
+            object.__setattr__(service.engine.info, "end_ids", (1,))
+            return service.engine
+
+        monkeypatch.setattr(application, "AsyncEngine", SimpleNamespace(start=start))
+        app = application.make_app(str(tmp_path))
+        async with app.router.lifespan_context(app):
+            monkeypatch.setattr(guided_decoding, "GuidedDecoding", None)
+            compiled = folder_template.cache_info().misses
+            await whole(app.state.service, True, messages=[{"role": "user", "content": "Who?"}], max_tokens=4,
+                        response_format={"type": "json_object"})
+            assert folder_template.cache_info().misses == compiled
+
+    run(test, folder=tmp_path)
+
+
+def test_all_threads_of_the_server_allocate_from_one_heap(tmp_path):
+    """malloc_trim does not return the free end of the others."""
+    pytest.importorskip("batch_manager.extras.openai.application")
+    if not hasattr(ctypes.CDLL(None), "malloc_info"):
+        pytest.skip("the C library is not glibc")
+    program = """
+import ctypes, sys, threading
+from batch_manager.extras.openai.application import use_one_heap
+
+library = ctypes.CDLL(None)
+library.fopen.restype = ctypes.c_void_p
+use_one_heap()
+for _ in range(4):
+    threads = [threading.Thread(target=bytearray, args=[100_000]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+file = ctypes.c_void_p(library.fopen(sys.argv[1].encode(), b"w"))
+library.malloc_info(0, file)
+library.fclose(file)
+"""
+    subprocess.run([sys.executable, "-c", program, tmp_path / "heaps"], check=True, timeout=120)
+    assert (tmp_path / "heaps").read_text().count("<heap nr=") == 1
 
 
 def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):

@@ -112,7 +112,7 @@ ALLOWED_LOADERS = {
     ("batch_manager/extras/openai/responses.py", "asyncio"): "a response waits for its client's going away",
     ("batch_manager/extras/openai/server.py", "asyncio"): "drains after a signal",
     ("batch_manager/extras/openai/application.py", "asyncio"): "returns memory while the server runs",
-    ("batch_manager/extras/openai/application.py", "ctypes"): "malloc_trim of the C library that is loaded",
+    ("batch_manager/extras/openai/application.py", "ctypes"): "mallopt and malloc_trim of the C library that is loaded",
     ("batch_manager/extras/openai/server.py", "socket"): "tries the port before the model is loaded",
     **dict.fromkeys([("batch_manager/aio/engine_process.py", name) for name in ("multiprocessing", "pickle", "socket",
                                                                                "subprocess")],

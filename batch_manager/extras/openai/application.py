@@ -30,6 +30,7 @@ from .responses import answer_to, error_response, json_response
 from .service import OpenAIService
 
 SECONDS_BETWEEN_TRIMS = 1.0
+M_ARENA_MAX = -8     # of glibc's malloc.h
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -53,6 +54,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        use_one_heap()
         cache = KvCacheConfig(enable_block_reuse=block_reuse)
         statistics = app.state.statistics = PrometheusStatistics(names[0])
         engine = await AsyncEngine.start(
@@ -60,6 +62,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
             optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
         try:
             service = app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
+            service.prepare()
             gc.collect()                         # a later run of the garbage collector stops all streams, and need not
             gc.freeze()                          # visit what the libraries have made: 0.1 s
             trimming = asyncio.ensure_future(trim_after_large_calls(service))
@@ -77,6 +80,15 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         Route("/health", health), Route("/metrics", metrics),
     ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
         middleware=[Middleware(without_stack), *([cors] if allowed_origins else [])])
+
+
+def use_one_heap() -> None:
+    """Have all threads allocate from the first heap of the C library, the only one whose end malloc_trim returns.
+
+    A heap that another thread already has stays.
+    """
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(M_ARENA_MAX, 1)
 
 
 async def trim_after_large_calls(service: OpenAIService) -> None:

@@ -11,6 +11,7 @@ from .errors import OpenAIError
 from .service import Answer, OpenAIService
 
 LARGEST_BODY = 4 * 1024 * 1024     # bytes; orjson holds the interpreter lock while it parses
+LARGEST_PIECE = 256 * 1024         # bytes; the server would copy a longer one into its buffer of the connection
 
 
 async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
@@ -29,7 +30,7 @@ async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) 
             response = EventStream(await anext(events), events, answer, watcher, headers)
             watcher = None
             return response
-        return json_response(await answer.whole(), headers=headers)
+        return WholeAnswer(await answer.whole(), answer, headers)
     except OpenAIError as error:
         return error_response(error)
     except ClientDisconnect:
@@ -37,6 +38,24 @@ async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) 
     finally:
         if watcher is not None:
             watcher.cancel()
+
+
+class WholeAnswer(Response):
+    """A JSON answer. It is sent in pieces, each when the client has read those before it."""
+
+    def __init__(self, body: bytes, answer: Answer, headers: dict[str, str]) -> None:
+        super().__init__(body, headers=headers, media_type="application/json")
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for start in range(0, len(self.body), LARGEST_PIECE):
+                piece = self.body[start:start + LARGEST_PIECE]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._answer.cancel()            # a large body is freed only now
 
 
 class EventStream(Response):

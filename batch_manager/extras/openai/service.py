@@ -1,6 +1,7 @@
 """OpenAIService: answers OpenAI API requests with an AsyncEngine."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ...errors import BatchManagerError, ConfigError, InvalidRequestError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
-from ..chat_template import chat_prompt
+from ..chat_template import chat_prompt, compile_templates
 from ..generated_text import GeneratedText
 from ..token_bytes import TokenPositions
 from ..tokenizer import TooManyTokens, encode, load_tokenizer
@@ -63,7 +64,18 @@ class OpenAIService:
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)      # characters
         self.is_draining = self.has_freed_much = False
         self._started = int(time())
+        self._ids = list(range(engine.info.vocab_size))
         self._guided: Any = None
+
+    def prepare(self) -> None:
+        """Import and compile what requests with messages or a response_format need.
+
+        Without this call, their first request does it, and may delay other requests' tokens. What is not installed, or
+        missing in the folder, is skipped.
+        """
+        for part in (partial(compile_templates, self.folder), partial(self._grammar, {"type": "object"})):
+            with contextlib.suppress(BatchManagerError, OpenAIError):
+                part()
 
     async def accept(self, body: bytes, is_chat: bool) -> "Answer":
         """Parse a body and submit its requests to the engine.
@@ -129,7 +141,15 @@ class OpenAIService:
         parsed = read_body(body, is_chat)
         if parsed.model is not None:
             self._check_name(parsed.model)
-        return parsed, [self._prompt_ids(parsed, prompt) for prompt in parsed.prompts]
+        return parsed, [self._shared(self._prompt_ids(parsed, prompt)) for prompt in parsed.prompts]
+
+    def _shared(self, ids: list[int]) -> list[int]:
+        """Return the ids with the integer objects of `_ids`.
+
+        The engine's prefix cache keeps some of the objects. New ones would take 32 bytes each, and the memory of a
+        million of them would stay for the few that are kept.
+        """
+        return ids if max(ids, default=0) >= len(self._ids) else list(map(self._ids.__getitem__, ids))
 
     def _prompt_ids(self, parsed: ParsedBody, prompt: Any) -> list[int]:
         if parsed.is_chat:
