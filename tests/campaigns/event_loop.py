@@ -243,8 +243,9 @@ def _send_all(client: Any, all_bodies: dict[str, tuple[str, bytes]], only: list[
             now = figures()
             least = min(least, 1e3 * now["held"])
             kept = (now["resident"] - start) / 1e6
-            line = (f"{name}: {len(body):,} bytes, {answer.status_code} after {seconds:.2f} s, {len(told):,} bytes; "
-                    f"late {1e3 * now['late']:.0f} ms, held {1e3 * now['held']:.0f} ms, kept {kept:.1f} MB; try {number}")
+            line = (f"{name}, try {number}: {len(body):,} bytes, {answer.status_code} after {seconds:.2f} s, "
+                    f"{len(told):,} bytes; late {1e3 * now['late']:.0f} ms, held {1e3 * now['held']:.0f} ms, "
+                    f"kept {kept:.1f} MB")
             log(line if answer.status_code == 200 else f"{line}\n    {told[:200].decode()}")
             if least <= MOST_HELD_MS:
                 break
@@ -267,8 +268,8 @@ def _send_all(client: Any, all_bodies: dict[str, tuple[str, bytes]], only: list[
             if not only or name in only:
                 last = send(name, path, body, MOST_TRIES)
         kept.append(f"{last:.1f}")
-    summary.ran = (f"{len(only or all_bodies)} bodies: held at most {max(worst_held):.0f} ms; {', '.join(kept)} MB kept "
-                   f"after each of {rounds} rounds")
+    summary.ran = (f"{len(only or all_bodies)} bodies: held at most {max(worst_held):.0f} ms; kept after each round: "
+                   f"{', '.join(kept)} MB")
 
 
 def main() -> int:

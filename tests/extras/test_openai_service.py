@@ -640,6 +640,9 @@ def test_large_calls_are_noted_for_returning_memory():
         service.has_freed_much = False
         await answer.whole()
         assert service.has_freed_much
+        service.has_freed_much = False
+        await whole(service, prompt=[5], max_tokens=1001, ignore_eos=True)
+        assert service.has_freed_much
 
     run(test)
 

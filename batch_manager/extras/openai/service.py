@@ -32,6 +32,7 @@ from .token_names import TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
 FEW_OUTPUTS = 8     # preparing more may delay them, too
+MANY_TOKENS = 1000  # of an answer, whose log-probabilities may have taken megabytes
 PROMPT_TOKENS_AT_ONCE = 256      # in an event with log-probabilities; more would take milliseconds to serialize
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 
@@ -47,7 +48,7 @@ class OpenAIService:
     observe     called with the PerfMetrics and the number of output tokens of each finished request, as for
                 PrometheusStatistics.observe; not called for an output that a stop string ended; None: no calls
 
-    `has_freed_much` is set when a call with a large body or many outputs begins and ends.
+    `has_freed_much` is set when a call with a large body, many outputs or many tokens begins and ends.
 
     Set `is_draining` to answer new requests with 503 while running requests continue.
 
@@ -271,7 +272,8 @@ class Answer:
 
     def cancel(self) -> None:
         """Stop all requests of the answer. Called on the event loop."""
-        self._service.has_freed_much |= self._is_large
+        num_tokens = sum(len(choice.text.tokens) for choice in self._choices)
+        self._service.has_freed_much |= self._is_large or num_tokens > MANY_TOKENS
         for choice in self._choices:
             if not choice.is_over:
                 choice.stream.cancel()
