@@ -3,8 +3,6 @@
 import argparse
 import importlib
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
@@ -106,27 +104,3 @@ def test_an_option_without_an_effect_is_refused(argv, capsys):
     with pytest.raises(SystemExit) as exit:
         main(argv)
     assert exit.value.code == 2 and " was given without " in capsys.readouterr().err
-
-
-def examples():
-    for command in COMMANDS:
-        for subcommand in SUBCOMMANDS.get(command, ("",)):
-            text = parser_of(command, subcommand).format_help().replace("\\\n", " ")
-            for line in re.findall(r"^    batch-manager (.+)$", text, re.M):
-                yield re.split(r"\s{3,}|\s+#", line.strip())[0] if "\\" not in line else line
-
-
-@pytest.mark.parametrize("line", sorted(set(examples())))
-def test_an_example_of_a_help_text_is_a_command_line_that_its_parser_takes(line):
-    command, *arguments = shlex.split(line)
-    subcommand = arguments[0] if arguments and arguments[0] in SUBCOMMANDS.get(command, ()) else ""
-    parser_of(command, subcommand).parse_args(arguments[1:] if subcommand else arguments)
-
-
-def test_the_first_examples_of_bench_run_on_the_shipped_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    model = str(Path(__file__).parents[2] / "examples" / "models" / "austen-4m")
-    first, second = re.findall(r"^    batch-manager (.+)$", parser_of("bench", "").format_help(), re.M)[:2]
-    assert main(first.replace("FOLDER", model).split()) == 0
-    assert main([*second.replace("FOLDER", model).split(), "--num-requests", "2", "--quiet"]) == 0
-    assert "2 requests" in capsys.readouterr().out and Path("result.json").exists()
