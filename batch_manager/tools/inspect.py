@@ -45,6 +45,9 @@ OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_n
              "max_batch_size": "--max-batch-size", "max_seq_len": "--max-seq-len",
              "model_implementation": "--model-implementation"}
 PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
+# Advice on parameters that are no options of this program, or that have another form here.
+REWORDED = (('device="cpu", and num_threads to limit its threads', "--device cpu"), ('device="cpu"', "--device cpu"),
+            ("leave device unset", "leave --device out"), (", or pass load_format='dummy' for random weights", ""))
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
 
 
@@ -164,6 +167,13 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def advice_of(fix: str) -> str:
+    """Return the way out of an engine's error with the options of this program."""
+    for words, here in REWORDED:
+        fix = fix.replace(words, here)
+    return PARAMETER.sub(lambda match: OPTION_OF[match.group()], fix)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how a checkpoint would run, or why it cannot run, and return 0 or 1."""
     parser = CommandParser(
@@ -191,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                   max_tokens=options.max_tokens_in_paged_kvcache,
                                   free_gpu_memory_fraction=options.kv_cache_free_gpu_mem_fraction))
     except BatchManagerError as error:
-        way_out = PARAMETER.sub(lambda match: OPTION_OF[match.group()], error.fix or "")
+        way_out = advice_of(error.fix)
         if options.report == "json":
             print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,
-                                          "way_out": way_out or error.fix}}))
+                                          "way_out": way_out}}))
         else:
             parts = (("cannot run: ", error.fact), ("  expected: ", error.expectation.removeprefix("expected ")),
                      ("  way out:  ", way_out))

@@ -1,21 +1,33 @@
 """inspect_model reports the settings and sizes of an engine, and refuses the models that an engine refuses."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from batch_manager import ConfigError, InsufficientMemoryError, TrtGptModelOptionalParams  # noqa: E402
+import batch_manager  # noqa: E402
+from batch_manager import ConfigError, InsufficientMemoryError, KvCacheConfig, TrtGptModelOptionalParams  # noqa: E402
 from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import layouts  # noqa: E402
 from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
-from batch_manager.tools.inspect import described, inspect_model, main  # noqa: E402
+from batch_manager.tools.inspect import (  # noqa: E402
+    OPTION_OF,
+    REWORDED,
+    advice_of,
+    described,
+    inspect_model,
+    main,
+)
+from tests.tools.test_shared_options import parser_of  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 
@@ -156,6 +168,48 @@ def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, chan
     expectation = refused["expectation"].removeprefix("expected ")     # the label of the line has the word
     assert fact in refused["fact"]
     assert [expectation, refused["way_out"]][: len(lines) - 1] == [line[12:] for line in lines[1:]]
+
+
+# Parameters that this program leaves at their defaults, which no error forbids: their advice is never printed.
+AT_THEIR_DEFAULTS = {"deterministic", "cuda_graphs", "cpu_compile", "host_cache_size", "max_num_sequences",
+                     "max_beam_width", "tokens_per_block"}
+# Advice in errors of later steps, when an engine starts or runs.
+OF_AN_ENGINE = {"thread_count.py", "weight_form.py", "torch_fixed_tiles.py"}
+
+
+def pieces_of_advice():
+    """Yield (file, text) of each way out that an error of a module of a model has. Values in a text are left out."""
+    package = Path(batch_manager.__file__).parent
+    for path in [package / "config.py", *(path for name in ("models", "weights", "runtime", "layers", "attention")
+                                          for path in sorted((package / name).rglob("*.py")))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node, "func", None)
+            if getattr(called, "id", getattr(called, "attr", "")).endswith("Error"):
+                for fix in [*node.args[2:3], *(word.value for word in node.keywords if word.arg == "fix")]:
+                    texts = [one.value for one in ast.walk(fix) if isinstance(one, ast.Constant)]
+                    yield path.name, "".join(text for text in texts if isinstance(text, str))
+
+
+def test_every_piece_of_advice_names_an_option_of_this_program():
+    options = {name for action in parser_of("inspect", "")._actions for name in action.option_strings}
+    assert set(OPTION_OF.values()) <= options
+    parameters = {field.name for kind in (TrtGptModelOptionalParams, KvCacheConfig) for field in fields(kind)}
+    advice = list(pieces_of_advice())
+    assert len(advice) > 50
+    for file, text in advice:
+        shown = advice_of(text)
+        assert set(re.findall(r"--[a-z-]+", shown)) <= options | {"--", "--upgrade"}, text
+        if file not in OF_AN_ENGINE:
+            named = set(re.findall(r"[a-z_]+(?![a-z_(])", shown.replace("(max_tokens=...)", ""))) & parameters
+            assert named - {"device", "dtype"} <= AT_THEIR_DEFAULTS, (file, text)
+    for words, _ in REWORDED:
+        assert any(words in text for _, text in advice), words
+
+
+@pytest.mark.parametrize("device, way_out", [("cpu:1", "use --device cpu"), ("npu", "leave --device out")])
+def test_advice_on_the_device_is_an_option(device, way_out, capsys):
+    assert main([str(MODEL), "--device", device]) == 1
+    assert way_out in capsys.readouterr().err
 
 
 def test_no_weights_are_loaded(monkeypatch):
