@@ -92,6 +92,18 @@ def test_some_fields_depend_on_the_route():
     assert refusal(False, chat_template_kwargs={"x": 1}) == "chat_template_kwargs"
 
 
+def test_a_prompt_for_an_answer_is_asked_for_once_or_alike():
+    name = "add_generation_prompt"
+    for value in (True, False):
+        assert refusal(True, **{name: value, "chat_template_kwargs": {name: not value}}) == name
+        assert read(True, **{name: value, "chat_template_kwargs": {name: value}}).template_options == {name: value}
+
+
+def test_the_other_routes_name_of_a_field_is_not_suggested():
+    with pytest.raises(OpenAIError, match=r"did you mean max_tokens\?"):
+        read(max_completion_tokens=5)
+
+
 def test_values_without_an_effect_are_logged_once(caplog):
     unread_fields._logged.clear()
     described = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "schema": {}}}

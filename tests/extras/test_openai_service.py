@@ -292,7 +292,9 @@ def test_a_chat_with_its_shapes(tmp_path):
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"min_tokens": 17}, "min_tokens"),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
     ({"min_tokens": 5, "response_format": {"type": "json_object"}}, "min_tokens"),
-    ({"stop": [""]}, "stop"),
+    ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+    ({"logprobs": True}, "logprobs"), ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"\u0665": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),
     ({"stop": "x" * 4097}, "stop"), ({"stop": ["x" * 4097]}, "stop"),
     ({"stop": 3}, "stop"), ({"seed": "x"}, "seed"), ({"temperature": "hot"}, "temperature"),
     ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"suffix": "x"}, "suffix"),
@@ -430,7 +432,7 @@ def test_events_have_the_shape_of_openais_client(tmp_path, is_chat, ends_early):
 
     async def test(service):
         prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": [5]}
-        body = {**prompt, "max_tokens": 5, "logprobs": True, "stop_token_ids": [end]}
+        body = {**prompt, "max_tokens": 5, "logprobs": True if is_chat else 0, "stop_token_ids": [end]}
         for extra in ({}, {"stream_options": {"include_usage": True}}, {"n": 2}):
             chunks = await events(service, is_chat, **body, **extra)
             has_usage = "stream_options" in extra

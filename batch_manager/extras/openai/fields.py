@@ -62,8 +62,11 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
         if top_log_probs and not log_probs:
             raise refused("top_logprobs", "it requires logprobs: true")
         parsed.template_options = fields.take("chat_template_kwargs", dict, {})
-        if not fields.take("add_generation_prompt", bool, True):
-            parsed.template_options = {**parsed.template_options, "add_generation_prompt": False}
+        begins_answer, name = fields.take("add_generation_prompt", bool), "add_generation_prompt"
+        if begins_answer is not None and parsed.template_options.get(name, begins_answer) is not begins_answer:
+            raise refused(name, "chat_template_kwargs has another value of it; expected the same; omit one of them")
+        if begins_answer is False:
+            parsed.template_options = {**parsed.template_options, name: False}
     else:
         top_log_probs = _log_probs_of_a_completion(fields)
         log_probs = top_log_probs is not None
@@ -80,11 +83,15 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
     if min_tokens and parsed.response_format is not None:
         raise refused("min_tokens", f"got {min_tokens}; expected 0 with response_format, whose output ends when the "
                                     "schema is complete")
+    ignore_eos = fields.take("ignore_eos", bool, False)
+    if ignore_eos and parsed.response_format is not None:
+        raise refused("ignore_eos", "got true; expected false with response_format, whose output ends with an end "
+                                    "token when the schema is complete")
     parsed.sampling = Sampling(
         max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
         top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
         stop=_stop(fields), stop_token_ids=_token_ids("stop_token_ids", fields.take("stop_token_ids", list, [])),
-        ignore_eos=fields.take("ignore_eos", bool, False), min_tokens=min_tokens,
+        ignore_eos=ignore_eos, min_tokens=min_tokens,
         repetition_penalty=fields.number("repetition_penalty", 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
@@ -131,7 +138,8 @@ def _log_probs_of_a_completion(fields: JsonObject) -> int | None:
     if most is None or most is False:
         return None
     if most is True:
-        return 0
+        raise refused("logprobs", f"got true, which is for chats; expected {expected}; 0 returns the log-probability "
+                                  "of each token alone")
     if not 0 <= most <= MOST_TOP_LOG_PROBS:
         raise refused("logprobs", f"got {most}; expected {expected}")
     return most
@@ -193,11 +201,14 @@ def _logit_bias(fields: JsonObject) -> dict[int, float] | None:
     given = fields.take("logit_bias", dict)
     if not given:
         return None
-    if not all(token.isdecimal() and len(token) < 12 for token in given):
-        raise refused("logit_bias", "expected an object whose keys are token ids")
+    if not all(token.isdecimal() and token.isascii() and len(token) < 12 for token in given):
+        raise refused("logit_bias", "expected an object whose keys are token ids in decimal digits")
+    if len(bias := {int(token): value for token, value in given.items()}) < len(given):
+        raise refused("logit_bias", f"got {len(given)} keys for {len(bias)} token ids; expected each id once, "
+                                    "without leading zeros")
     if not all(type(value) in (int, float) for value in given.values()):
         raise refused("logit_bias", "expected an object whose values are numbers")
-    return {int(token): value for token, value in given.items()}
+    return bias
 
 
 def _priority(fields: JsonObject) -> float:

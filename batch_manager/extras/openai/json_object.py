@@ -13,6 +13,8 @@ from .unread_fields import is_unread
 MOST_VALUES = 500_000      # orjson holds the interpreter lock: 0.1 us per value, 0.3 us per name, list or object
 VALUES_OF_A_LIST, VALUES_OF_A_NAME = 10, 3
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,:]', re.DOTALL)
+# Field of a body that one route reads and the other does not -> the field that the other reads.
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 
 
 class JsonObject:
@@ -73,7 +75,8 @@ class JsonObject:
             if is_chat is None:
                 raise self.refused(name[:64], f"unknown name; expected {', '.join(sorted(self._read))}")
             if not is_unread(name, value, is_chat):
-                hint = f"; did you mean {near[0]}?" if (near := get_close_matches(name[:64], self._read, n=1)) else ""
+                near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else get_close_matches(name[:64], self._read, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise OpenAIError(400, f"unrecognized request argument: {name[:64]!r}{hint}", name[:64],
                                   "unknown_parameter")
 
