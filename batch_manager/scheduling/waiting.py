@@ -13,6 +13,7 @@ from ..requests.llm_request import LlmRequest
 from .duplicates import DuplicateDelay
 from .interfaces import GENERATING, RequestList, SchedulerOutput
 
+COMPLETE = "complete; its batch was not done"     # all its tokens are there (TrtGptModelType.V1)
 IN_FLIGHT = "step in flight"             # an earlier step of the request is not read yet
 BATCH_SIZE = "max_batch_size"            # the step has max_batch_size requests
 BATCH_RUNS = "static batch"              # the running static batch has not ended (TrtGptModelType.V1)
@@ -21,7 +22,7 @@ BLOCKS = "KV cache blocks"               # too few blocks are free and not reser
 TOKENS = "max_num_tokens"                # too few tokens of the step are left
 BEAM_WIDTH = "beam width"                # the generating requests of the step have another beam width
 ORDER = "order"                          # no other reason: after a waiting request, or the scheduler's choice
-REASONS = (IN_FLIGHT, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
+REASONS = (IN_FLIGHT, COMPLETE, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
 
 MOST_EXAMINED = 16    # requests examined per iteration; further requests get the reason ORDER
 
@@ -42,7 +43,9 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
     reasons: dict[str, list[int]] = {}
     ready = []
     for request in waiting:
-        if request.request_id in in_flight_ids:
+        if request.is_finished:
+            reasons.setdefault(COMPLETE, []).append(request.request_id)
+        elif request.request_id in in_flight_ids:
             reasons.setdefault(IN_FLIGHT, []).append(request.request_id)
         else:
             ready.append(request)

@@ -33,6 +33,7 @@ from .shared_options import add_shared
 from .standard_output import discard_standard_output, print_flushed
 
 SENTENCES = {
+    waiting.COMPLETE: "waited: complete, but its static batch was not done",
     waiting.BATCH_SIZE: "waited: the steps had max_batch_size requests",
     waiting.BATCH_RUNS: "waited: the static batch before it had not ended",
     waiting.PREFIX: "waited: another request computed a prefix that it shares",

@@ -11,6 +11,7 @@ import pytest
 from batch_manager import KvCacheConfig, SchedulerPolicy, Trace, TraceFile, TrtGptModelType, read_trace
 from batch_manager.loop.phase_times import PHASES
 from batch_manager.scheduling import waiting
+from batch_manager.tools.request_spans import CONTEXT, WAITING, lives
 
 
 @pytest.fixture
@@ -65,6 +66,17 @@ def test_a_static_batch(traced, new_request):
     world.client.pending = [new_request(2, prompt(3), 1)]
     world.run()
     assert iterations[1].waiting == {waiting.BATCH_RUNS: (2,)}
+
+
+def test_a_request_that_is_complete_before_its_static_batch(traced, new_request):
+    world, iterations = traced(model_type=TrtGptModelType.V1, max_batch_size=3, max_num_sequences=3)
+    world.client.pending = [new_request(1, prompt(3), 1), new_request(2, prompt(3), 4)]
+    world.step()
+    world.client.pending = [new_request(3, prompt(3), 1), new_request(4, prompt(3), 1)]
+    world.run()
+    assert [each.waiting for each in iterations[1:4]] == [{waiting.COMPLETE: (1,), waiting.BATCH_RUNS: (3,)}] * 3
+    (life,) = (life for life in lives(iterations) if life.request_id == 1)
+    assert [(span.kind, span.reason) for span in life.spans] == [(CONTEXT, ""), (WAITING, waiting.COMPLETE)]
 
 
 def test_a_step_in_flight(traced, new_request):

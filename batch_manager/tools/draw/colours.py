@@ -24,6 +24,7 @@ LIMIT = Colour("#b3261e", "#ff8a80")
 
 # Pale tints like the colour of WAITING, so that a waiting request does not look like a running request.
 WAITING_FOR: dict[str, Colour] = {
+    waiting.COMPLETE: Colour("#dfe8cf", "#46523a"),
     waiting.BATCH_SIZE: Colour("#cfd5dc", "#4b5560"),
     waiting.BATCH_RUNS: Colour("#e4dcc3", "#575039"),
     waiting.PREFIX: Colour("#dacfeb", "#4d4363"),
