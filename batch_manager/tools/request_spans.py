@@ -1,6 +1,7 @@
 """The history of each request of a trace, as consecutive spans of time without gaps."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -90,6 +91,8 @@ class Life:
 
     first_iteration  number of the iteration that accepted or refused the request. If the trace does not have this
                      iteration: number of the first iteration that names the request
+    arrived_before   number of the first recorded iteration that began after the arrival, at most first_iteration; None:
+                     no iteration up to first_iteration did, or the trace does not record when the request arrived
     last_iteration   number of the iteration that ended the request, or of the last iteration of the trace
     spans            consecutive spans without gaps; empty for a refused request
     has_arrived      whether the trace contains the arrival of the request
@@ -103,6 +106,7 @@ class Life:
     first_iteration: int
     last_iteration: int
     spans: list[Span] = field(default_factory=list)
+    arrived_before: int | None = None
     has_arrived: bool = False
     has_ended: bool = False
     end_reason: str = ""
@@ -167,6 +171,8 @@ class _Histories:
     def __init__(self) -> None:
         self.alive: dict[int, Life] = {}
         self._client = ClientWaits()
+        self._numbers: list[int] = []
+        self._began_at_s: list[float] = []
         self._settings: Mapping[str, int | str] = {}
 
     def note(self, iteration: IterationTrace, next_s: float) -> Iterator[Life]:
@@ -176,6 +182,8 @@ class _Histories:
         """
         alive, number, begin_s = self.alive, iteration.iteration, iteration.started_at_s
         self._settings = iteration.settings or self._settings
+        self._numbers.append(number)
+        self._began_at_s.append(begin_s)
         got_at_s = self._client.begin(iteration)
         chunks = {request_id: (first, tokens) for request_id, first, tokens in iteration.context}
         did = _activities(iteration)
@@ -189,6 +197,8 @@ class _Histories:
             waits = self._client.waits(arrived_at_s, got_at_s)
             alive[request_id].spans += [Span(CLIENT, wait.reason, wait.begin_s, wait.end_s) for wait in waits]
             begins[request_id] = got_at_s if waits else arrived_at_s
+            if (index := bisect_left(self._began_at_s, arrived_at_s)) < len(self._numbers):
+                alive[request_id].arrived_before = self._numbers[index]
         is_idle = alive.keys() <= {*iteration.finished}
         end_s = end_of(iteration, next_s, is_idle=is_idle)
         ends = dict(zip(iteration.finished, iteration.finished_at_s))

@@ -71,9 +71,12 @@ def why(life: Life) -> list[str]:
         return [f"request {life.request_id}: refused in iteration {life.last_iteration} ({life.end_reason})"]
     reason = f" ({life.end_reason})" if life.end_reason else ""
     ended = f"to its end{reason}" if life.has_ended else "to the end of the trace, where it is still alive"
-    arrival = f"its arrival {'before' if life.spans[0].kind == CLIENT else 'in'} iteration {life.first_iteration}"
+    arrived_before, first = life.arrived_before, life.first_iteration
+    arrival = f"its arrival in iteration {first}" if arrived_before is None else (
+        f"its arrival before iteration {arrived_before}"
+        + ("" if arrived_before == first else f" (handed over in iteration {first})"))
     lines = [f"request {life.request_id}: {_time(life.seconds)} from "
-             f"{arrival if life.has_arrived else f'iteration {life.first_iteration}, the first that names it,'} "
+             f"{arrival if life.has_arrived else f'iteration {first}, the first that names it,'} "
              f"{ended} in iteration {life.last_iteration}"]
     groups: dict[tuple[str, str, bool], list[Span]] = defaultdict(list)
     for span in life.spans:

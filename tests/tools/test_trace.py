@@ -85,6 +85,21 @@ def test_the_time_in_which_the_engine_is_idle_is_nobodys():
     assert "16.000 ms from its arrival" in why(first)[0]
 
 
+@pytest.mark.parametrize("arrived_at_s, told", [
+    (0.5, "before iteration 4 (handed over in iteration 9)"), (1.0, "before iteration 4 (handed over in iteration 9)"),
+    (1.5, "before iteration 5 (handed over in iteration 9)"), (4.5, "before iteration 9 to"),
+    (9.5, "in iteration 9 to")])
+def test_the_first_line_names_the_iterations_of_the_arrival_and_of_the_handover(arrived_at_s, told):
+    iterations = [
+        IterationTrace(4, ((7, 0, 4),), (), (), (), (7,), 1.0, {"start": 9000}, arrived_at_s=(1.0,), room=0),
+        IterationTrace(5, (), (7,), (), (7,), (), 2.0, {"start": 5000}, room=0),
+        IterationTrace(9, ((8, 0, 4),), (), (), (8,), (8,), 9.0, {"get": 1_000_000}, arrived_at_s=(arrived_at_s,),
+                       room=1)]
+    first, second = lives(iterations)
+    assert " from its arrival before iteration 4 to its end in iteration 5" in why(first)[0]
+    assert f" from its arrival {told}" in why(second)[0]
+
+
 def test_a_pause_and_what_is_computed_again(traced, new_request):
     iterations = traced([new_request(1, [1] * 6, 20), new_request(2, [2] * 6, 20)],
                         backend={"num_blocks": 5, "tokens_per_block": 8, "max_seq_len": 32})
