@@ -486,6 +486,28 @@ def test_fields_without_an_effect_are_named(content, unread, write):
     assert report.unread == unread and "no effect: " in report.notes()[0]
 
 
+TALK = [{"from": "human", "value": "a?", "role": "user"}, {"from": "gpt", "value": "b"}]
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("record, lengths, unread", [
+    ({"prompt": "abc", "conversations": TALK, "output_tokens": 7}, (3, 7), {"conversations"}),
+    ({"conversations": TALK, "output": "abc"}, (2, 1), {"conversations.role", "output"}),
+    ({"prompt": "abc", "max_completion_tokens": 5, "max_tokens": 2}, (3, 2), {"max_completion_tokens"}),
+    ({"text": "ab", "prompt": "abc", "messages": ASKED, "max_tokens": 2}, (3, 2), {"text", "messages"}),
+    ({"prompt": "abc", "output_tokens": 3, "completion": "a", "response": "bb", "output": None}, (3, 3),
+     {"completion", "response"}),
+    ({"prompt": "abc", "completion": "a", "response": "bb", "output": None}, (3, 1), {"response"}),
+    ({"messages": ASKED, "output": "abc"}, (8, 5), {"output"}),
+    ({"prompt": "abc", "input": "x", "max_tokens": 2}, (3, 2), {"input"}),
+])
+def test_of_competing_fields_one_is_read_and_the_others_are_named(record, lengths, unread, write):
+    report = ReadReport()
+    one, = read_workload(write(json.dumps(record) + "\n"), vocab_size=200, tokenizer=ChatTokenizer(),
+                         report=report)["requests"]
+    assert ((len(one["prompt"]), one["max_tokens"]), report.unread) == (lengths, dict.fromkeys(unread, 1))
+
+
 def test_conversations_with_the_tokenizers_template(write):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     path = write(json.dumps({"messages": talk}) + "\n" + json.dumps({"messages": talk[:1], "max_tokens": 3}) + "\n")

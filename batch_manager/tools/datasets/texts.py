@@ -44,6 +44,8 @@ class TextRecords:
     of output, completion or response. Without an output, the output length is the argument `output_tokens` of this
     class.
 
+    If a record has several of these keys, the first in the order above is read, and the others are listed as unread.
+
     arrival_s is in seconds from the start. Either all records have arrival_s or none.
 
     tokenizer   the folder of a model or its tokenizer.json, a .gguf file, a `tokenizers.Tokenizer` or a tokenizer of
@@ -75,7 +77,7 @@ class TextRecords:
                     fact = f"has the keys {quoted(', '.join(record))}" if record else "is empty"
                 raise DatasetError(place, f"{name} {fact}", f"expected an object with one of {', '.join(PROMPT_KEYS)}",
                                    FIX_RECORD)
-            note_unread(self.unread, record, KNOWN, prefix)
+            note_unread(self.unread, record, _fields_read(record), prefix)
             if has_times is None:
                 has_times = "arrival_s" in record
             elif has_times != ("arrival_s" in record):
@@ -83,7 +85,7 @@ class TextRecords:
                                    "expected it in all records or in none")
             time_s = seconds(record["arrival_s"], place, f"{name}.arrival_s") if has_times else None
             try:
-                if "conversations" in record:
+                if _first_of(PROMPT_KEYS, record) == "conversations":
                     yield from self._turns(record, place, name, Record(position, number, time_s, 0, 0, prompt=[]))
                     continue
                 prompt, output = self._prompt(record, place, name)
@@ -123,13 +125,14 @@ class TextRecords:
         system, before = "", None
         for number, turn in enumerate(turns):
             place_of = f"{name}[{number}]"
-            note_unread(self.unread, turn, ("from", "value", "role", "content"), "conversations.")
-            role = ROLES.get(turn.get("from", turn.get("role")) if type(turn.get("from", turn.get("role"))) is str
-                             else "")
+            speaker, content = _first_of(("from", "role"), turn), _first_of(("value", "content"), turn)
+            note_unread(self.unread, turn, (speaker, content), "conversations.")
+            said_by = turn.get(speaker)
+            role = ROLES.get(said_by if type(said_by) is str else "")
             if role is None:
-                raise DatasetError(place, f"{place_of}.from is {quoted(turn.get('from', turn.get('role')))}",
+                raise DatasetError(place, f"{place_of}.{speaker} is {quoted(said_by)}",
                                    f"expected one of {', '.join(ROLES)}", FIX_RECORD)
-            text = _text(turn.get("value", turn.get("content")), place, f"{place_of}.value")
+            text = _text(turn.get(content), place, f"{place_of}.{content}")
             if role == "system":
                 system = f"{text}\n"
             elif role == "user":
@@ -151,7 +154,7 @@ class TextRecords:
                     or not all(type(one) is dict and type(one.get("role")) is str for one in messages)):
                 raise DatasetError(place, f"{name}.messages is {quoted(messages)}",
                                    "expected a list of objects with role and content")
-            if len(messages) > 1 and messages[-1]["role"] == "assistant":
+            if _is_answered(messages):
                 output = _text(messages[-1].get("content"), place, f"{name}.messages[-1].content")
                 messages = messages[:-1]
             return self._encoder.encode_chat(messages), output
@@ -166,9 +169,9 @@ class TextRecords:
         return self._encoder.encode(_text(prompt, place, name))
 
     def _output_length(self, record: dict[str, Any], output: str | None, place: str, name: str) -> int:
-        for key in LENGTH_KEYS:
-            if key in record:
-                return whole_number(record[key], place, f"{name}.{key}", 1)
+        key = _first_of(LENGTH_KEYS, record)
+        if key in record:
+            return whole_number(record[key], place, f"{name}.{key}", 1)
         if output is not None:
             return max(1, len(self._encoder.encode(output, add_special_tokens=False)))
         if self._output_tokens is None:
@@ -176,6 +179,28 @@ class TextRecords:
                                f"expected one of {', '.join((*LENGTH_KEYS, *OUTPUT_KEYS))}",
                                "pass --output-tokens as the default")
         return self._output_tokens
+
+
+def _first_of(keys: tuple[str, ...], record: dict[str, Any]) -> str:
+    """Return the first of `keys` that the record has, which is the one that is read; the first key if it has none."""
+    return next((key for key in keys if key in record), keys[0])
+
+
+def _is_answered(messages: Any) -> bool:
+    return (type(messages) is list and len(messages) > 1 and type(messages[-1]) is dict
+            and messages[-1].get("role") == "assistant")
+
+
+def _fields_read(record: dict[str, Any]) -> set[str]:
+    """Return the fields of a record that are read, and those without a value. Of competing fields, one is read."""
+    prompt, length = _first_of(PROMPT_KEYS, record), _first_of(LENGTH_KEYS, record)
+    read = {"arrival_s", "id", prompt, length} | {key for key in KNOWN if record.get(key) is None}
+    if prompt == "instruction":
+        read.add("input")
+    has_answer = prompt == "conversations" or (prompt == "messages" and _is_answered(record[prompt]))
+    if length not in record and not has_answer:
+        read.add(next((key for key in OUTPUT_KEYS if record.get(key) is not None), OUTPUT_KEYS[0]))
+    return read
 
 
 def _text(value: Any, place: str, name: str) -> str:
