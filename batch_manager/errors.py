@@ -30,7 +30,7 @@ LONGEST_ERROR_TEXT = 1000              # characters of an exception's text in th
 
 
 class ErrorText(str):
-    """`str` of an error of this package. ErrorCode.of reads `code`, which the text itself does not have."""
+    """`str` of an error of this package. ErrorCode.of reads `code`, which copies of the text do not have."""
 
     code: ErrorCode
 

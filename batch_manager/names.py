@@ -88,6 +88,9 @@ class ErrorCode(Enum):
     def of(cls, text: str) -> "tuple[ErrorCode, str]":
         """Split the text of an error response, or `str` of an exception of this package, into (code, message).
 
+        `str(exception)` must be the untouched object: a slice, an f-string or JSON loses its code. Pass on
+        `exception.response_text()`, which starts with the code.
+
         Raises ValueError for any other text, such as the empty text of a response without an error.
         """
         if not isinstance(text, str):

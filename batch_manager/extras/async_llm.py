@@ -76,7 +76,7 @@ class AsyncLLM:
         requests of the call.
 
         Raises TypeError for an unknown option, or if `prompts` is neither a string nor an iterable of prompts;
-        ConfigError for an invalid `stop`; and ManagerClosedError after `close`.
+        InvalidRequestError for an invalid `stop`; and ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -111,8 +111,8 @@ class AsyncLLM:
         The request is submitted at once. A request with a long prompt, which is tokenized in a thread, is submitted
         when the first piece is awaited; only its options are checked at once.
 
-        Raises InvalidRequestError for an invalid prompt, RequestFailed for a request that can never run, such as one
-        with an invalid option or too long a prompt, and the exceptions of `generate`.
+        Raises InvalidRequestError for an invalid prompt or option, RequestFailed for what only the engine refuses, such
+        as too long a prompt or an option out of its range, and the exceptions of `generate`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -184,7 +184,7 @@ class AsyncTextPieces:
         if not prompts.are_long(prompt):
             self._submit(*prompts.request(prompt, sampling, self._engine.info, self.completion), sampling, arrived)
             return
-        GeneratedText(prompts.tokenizer, (), sampling.stop)              # raises ConfigError
+        sampling.check()
         options = {"priority": sampling.priority, "deadline_s": sampling.deadline_s}
         with _names_of_options():
             self._engine.check(sampling.tensors([0], self._engine.info), **options)

@@ -77,7 +77,7 @@ class LLM:
         If a prompt is invalid or a request fails, only its own completion has an `error`.
 
         Raises TypeError for an unknown option, or if `prompts` is neither a string nor an iterable of prompts;
-        ConfigError for an invalid `stop`; and ManagerClosedError after `close`.
+        InvalidRequestError for an invalid `stop`; and ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
@@ -114,8 +114,8 @@ class LLM:
     def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
         """Return an iterator over the output of one prompt, piece by piece.
 
-        Raises InvalidRequestError for an invalid prompt, RequestFailed for a request that can never run, such as one
-        with an invalid option or too long a prompt, and the exceptions of `generate`.
+        Raises InvalidRequestError for an invalid prompt or option, RequestFailed for what only the engine refuses, such
+        as too long a prompt or an option out of its range, and the exceptions of `generate`.
         """
         sampling = Sampling.of(options)
         self._check_open()

@@ -13,6 +13,7 @@ from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
 from ..option_values import plain_integer, plain_number
 from ..requests.tensor_values import MAX_FEW
+from .stop_strings import StopStrings, stop_strings
 
 LARGEST_BIAS = 100.0    # OpenAI's
 
@@ -23,6 +24,12 @@ OPTION_OF_TENSOR = {
     "min_length": "min_tokens", "embedding_bias": "logit_bias", "return_log_probs": "log_probs",
     "return_top_log_probs": "top_log_probs",
 }
+
+# What to say about names of other libraries whose closest known name is another option.
+_HINTS = dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict", "max_length"),
+                       "did you mean max_tokens?")
+_HINTS |= dict.fromkeys(("length_penalty", "len_penalty", "num_beams", "beam_width", "early_stopping"),
+                        "it acts on beam search only, which requests of GptManager have (beam_width, len_penalty)")
 _TENSOR = re.compile(rf"\b(?:{'|'.join(OPTION_OF_TENSOR)})\b")
 
 
@@ -64,7 +71,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()
+    stop: str | Sequence[str] | StopStrings | None = ()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -82,22 +89,24 @@ class Sampling:
     def of(cls, options: Mapping[str, Any]) -> "Sampling":
         """Build the options from a mapping.
 
-        Raises TypeError for an unknown name, and suggests the closest known name.
+        Raises TypeError for an unknown name, and suggests the closest known name. Raises InvalidRequestError for an
+        invalid `stop`.
         """
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                meant = get_close_matches(name, names, 1)
+                meant = [f"did you mean {each}?" for each in get_close_matches(name, names, 1)]
+                hint = _HINTS.get(name) or (meant[0] if meant else "")
                 raise TypeError(f"unknown option {name!r}; the options are {', '.join(names)}"
-                                + (f"; did you mean {meant[0]}?" if meant else ""))
-        return cls(**options)
+                                + (f"; {hint}" if hint else ""))
+        return cls(**{**options, "stop": stop_strings(options.get("stop"))})
 
     def tensors(self, prompt_ids: Sequence[int], info: EngineInfo) -> dict[str, Any]:
         """Return the request tensors for one output.
 
         Raises InvalidRequestError if logit_bias or stop_token_ids has a wrong type, if there are more than 8 end ids,
-        or if logit_bias has a token outside the vocabulary or a value out of range. The engine validates all other
-        options; `in_names_of_options` puts the names of options into the engine's errors.
+        or if logit_bias has a token outside the vocabulary or a value out of range. `check` and the engine validate all
+        other options; `in_names_of_options` puts the names of options into the engine's errors.
         """
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
@@ -125,6 +134,17 @@ class Sampling:
         if self.logit_bias:
             tensors["embedding_bias"] = self.bias(info.vocab_size)
         return tensors
+
+    def check(self) -> None:
+        """Raise InvalidRequestError for options that the engine would take, or refuse with another name's range."""
+        if not isinstance(self.ignore_eos, bool | np.bool_):
+            raise InvalidRequestError(f"ignore_eos is of type {type_name(self.ignore_eos)}", "expected True or False")
+        top_k = plain_integer(self.top_k)
+        if top_k is not None and top_k < -1:
+            raise InvalidRequestError(f"top_k is {top_k}", "expected at least 1, or 0 or -1 to keep all tokens")
+        least, most = plain_integer(self.min_tokens), plain_integer(self.max_tokens)
+        if least is not None and most is not None and least > most:
+            raise InvalidRequestError(f"min_tokens is {least}", f"expected at most max_tokens, which is {most}")
 
     def _stop_token_ids(self) -> list[int]:
         given = () if self.stop_token_ids is None else self.stop_token_ids

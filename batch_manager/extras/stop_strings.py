@@ -1,11 +1,11 @@
 """Search for stop strings in a text that arrives in pieces. Keeps nothing but the strings, whatever their lengths."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from os.path import commonprefix
 from typing import NamedTuple
 
-from ..errors import ConfigError, type_name
+from ..errors import InvalidRequestError, type_name
 
 
 class StopStrings:
@@ -140,16 +140,17 @@ class TextWithSpecialTokens:
 def stop_strings(stop: "str | Iterable[str] | StopStrings | None") -> StopStrings | None:
     """Return the StopStrings of an option `stop`; None if it has no string.
 
-    Raises ConfigError for a wrong type and for an empty string.
+    Raises InvalidRequestError for a wrong type and for an empty string.
     """
     if stop is None or isinstance(stop, StopStrings):
         return stop
-    if not isinstance(stop, Iterable):
-        raise ConfigError(f"stop is of type {type_name(stop)}", "expected a string, a list of strings, or None",
-                          "pass a list")
+    if not isinstance(stop, Iterable) or isinstance(stop, bytes | bytearray | Mapping):
+        raise InvalidRequestError(f"stop is of type {type_name(stop)}", "expected a string, a list of strings, or None",
+                                  "pass a string")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"{string!r:.60} is not a stop string", "expected strings of at least one character",
-                              "remove it")
+            shown = "an empty string" if isinstance(string, str) else f"a value of type {type_name(string)}"
+            raise InvalidRequestError(f"stop is or contains {shown}", "expected strings of at least one character",
+                                      "remove it")
     return StopStrings(strings) if strings else None

@@ -76,7 +76,7 @@ class TextStream:
     A token takes a few microseconds, whatever the length of the sequence. Prompt tokens cost the same. Not thread-safe,
     but several threads may use streams of the same tokenizer.
 
-    Raises ConfigError for an object that is not a tokenizer and for an empty stop string, and InvalidRequestError for
+    Raises ConfigError for an object that is not a tokenizer, and InvalidRequestError for an invalid `stop` and for
     token ids that are not integers or that the tokenizer cannot look up, such as negative ones. An integer without a
     token is skipped, as in `decode`.
     """

@@ -99,7 +99,10 @@ class Prompts:
 
     def chat_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
                  template_options: dict[str, Any] | None = None) -> list[int]:
-        """Return the token ids of a conversation. Raises the errors of `chat_prompt`."""
+        """Return the token ids of a conversation. Raises the errors of `chat_prompt`, also for no message."""
+        if isinstance(messages, list) and not messages:
+            raise InvalidRequestError("messages is empty", "expected at least one message",
+                                      'pass [{"role": "user", "content": "..."}]')
         prompt = chat_prompt(self.source, messages, tools, **(template_options or {}))
         return encode(self.tokenizer, prompt, add_special_tokens=False)
 
@@ -123,6 +126,7 @@ class Prompts:
 
         Sets `prompt_tokens` of the completion. Raises InvalidRequestError for an invalid prompt or option.
         """
+        sampling.check()
         prompt_ids = self.ids(prompt)
         completion.prompt_tokens = len(prompt_ids)
         tensors = {**sampling.tensors(prompt_ids, info), "return_perf_metrics": True}

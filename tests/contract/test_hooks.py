@@ -216,6 +216,8 @@ def test_the_text_of_an_error_response_is_taken_apart():
     for error in (InvalidRequestError("a", "b"), QueueFullError("a"), ManagerClosedError("[SHUTDOWN or so")):
         assert ErrorCode.of(str(error)) == (type(error).code, str(error))
         assert ErrorCode.of(error.response_text()) == (type(error).code, str(error))
+        with pytest.raises(ValueError, match="is not the text of an error response"):
+            ErrorCode.of(f"{error}.")                       # only the untouched text has the code
     for text in ("", "[", "INVALID_REQUEST: x", "[NONSENSE] x", "[INVALID_REQUEST]"):
         with pytest.raises(ValueError, match="is not the text of an error response"):
             ErrorCode.of(text)

@@ -120,8 +120,9 @@ def test_a_refused_request_raises_at_the_call():
                     llm.stream(prompt, **wrong)
             with pytest.raises(TypeError, match="did you mean max_tokens"):
                 llm.stream(prompt, max_token=3)
-            with pytest.raises(ConfigError, match="stop"):
-                llm.stream(prompt, stop="")
+            for wrong in ({"stop": ""}, {"ignore_eos": "no"}):
+                with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+                    llm.stream(prompt, **wrong)
         for prompt in ([10**6], []):
             with pytest.raises(RequestFailed, match="the prompt"):
                 llm.stream(prompt)

@@ -192,8 +192,16 @@ def test_options_of_a_wrong_type_are_named():
         for options, told in (({"stop_token_ids": 5}, "stop_token_ids is of type int; expected a list"),
                               ({"logit_bias": [1]}, "logit_bias is of type list; expected a mapping")):
             assert told in str(llm.generate(["a"], **options)[0].error)
-        with pytest.raises(ConfigError, match="stop is of type int; expected a string, a list of strings, or None"):
-            llm.generate(["a"], stop=5)
+        for stop, told in ((5, "stop is of type int; expected a string, a list of strings, or None"),
+                           (b"x", "stop is of type bytes"), ({"a": 1}, "stop is of type dict"),
+                           ("", "contains an empty string"), ([5], "contains a value of type int")):
+            with pytest.raises(InvalidRequestError, match=told):
+                llm.generate(["a"], stop=stop)
+        for name, told in (("max_completion_tokens", "did you mean max_tokens"), ("length_penalty", "beam search")):
+            with pytest.raises(TypeError, match=told):
+                llm.generate(["a"], **{name: 5})
+        with pytest.raises(InvalidRequestError, match="messages is empty; expected at least one message"):
+            llm.chat([])
         assert len(llm.generate([[1]], stop=None, stop_token_ids=None, max_tokens=3, ignore_eos=True)[0].tokens) == 3
 
 
@@ -396,8 +404,11 @@ def test_options_and_prompts_take_the_integers_of_numpy():
 
 @pytest.mark.parametrize("options, says", [
     ({"max_tokens": 0}, "max_tokens is 0; it must be"), ({"max_tokens": "5"}, "max_tokens is of type str"),
-    ({"top_p": 2.0}, "top_p is 2.0"), ({"top_k": -5}, "top_k is -5"), ({"min_p": 2}, "min_p is 2"),
+    ({"top_p": 2.0}, "top_p is 2.0"), ({"top_k": -5}, "top_k is -5; expected at least 1, or 0 or -1"),
+    ({"min_p": 2}, "min_p is 2"),
     ({"seed": 2**70}, "seed is"), ({"min_tokens": -1}, "min_tokens is -1"),
+    ({"ignore_eos": "no"}, "ignore_eos is of type str"), ({"ignore_eos": 1}, "ignore_eos is of type int"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens is 6; expected at most max_tokens, which is 5"),
     ({"log_probs": 5}, "log_probs is 5"), ({"top_log_probs": 99}, "top_log_probs is 99"),
     ({"stop_token_ids": [10**9]}, "stop_token_ids is 1000000000"),
     ({"stop_token_ids": ["</s>"]}, "stop_token_ids has a value of type str"),

@@ -463,7 +463,7 @@ def test_tokens_behind_the_end_are_refused(austen):
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], [5], [None]])
 def test_stop_strings_that_are_none_are_refused(austen, stop):
-    with pytest.raises(ConfigError, match="stop string"):
+    with pytest.raises(InvalidRequestError, match="stop is or contains"):
         TextStream(austen, stop=stop)
 
 
