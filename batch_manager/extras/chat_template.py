@@ -70,17 +70,19 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
             raise InvalidRequestError("messages is not a list of dictionaries", "expected one dictionary per message",
                                       'pass [{"role": "user", "content": "..."}]')
         tokens = folder_special_tokens(*files)
+        read: set[Any] = set()
 
         def render(given: dict[str, Any]) -> str:
             chosen = template if given["tools"] is not None else folder_template(*files, has_tools=False)
-            return chosen.render({**tokens, **given, "messages": [*map(template_message, given["messages"])]})
+            readable = [template_message(message, read) for message in given["messages"]]
+            return chosen.render({**tokens, **given, "messages": readable})
 
         prompt = render(plain)
         if tools and not has_effect(render, {**plain, "tools": None}, prompt):
             raise InvalidRequestError(f"{len(tools)} tools have no effect: the chat template leaves them out",
                                       "expected a template that reads tools",
                                       "describe the tools in a message, or use a model with a template for tools")
-        template.unread.check(prompt, plain, variables, render)
+        template.unread.check(prompt, plain, variables, read, render)
         return prompt
     except (ConfigError, InvalidRequestError):
         raise

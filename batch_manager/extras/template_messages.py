@@ -18,12 +18,12 @@ LONGEST_NAME = 64
 MOST_MESSAGES, LONGEST_PROMPT = 1000, 1_000_000    # of a conversation that is checked
 
 
-def template_message(message: dict[str, Any]) -> Message:
+def template_message(message: dict[str, Any], read: set[Any]) -> Message:
     """Return a message as templates read it, as transformers does, and with parsed arguments.
 
     The arguments of a tool call are a JSON string in OpenAI's API and an object in templates. A string that is not
-    JSON stays a string. The reasoning gets the names that templates read: `reasoning_content`, and `thinking` if the
-    message has no other `thinking`.
+    JSON stays a string. The set `read` gets the keys of the message that the template asks for. The reasoning gets the
+    names that templates read: `reasoning_content`, and `thinking` if the message has no other `thinking`.
     """
     null = {key for key, value in message.items() if value is None}
     message = {key: value for key, value in message.items() if value is not None}
@@ -34,7 +34,7 @@ def template_message(message: dict[str, Any]) -> Message:
         message["tool_calls"] = [_parsed_call(call) for call in calls]
     if isinstance(call := message.get("function_call"), dict):    # OpenAI's older form
         message["function_call"] = _parsed_call(call)
-    return Message(message, null)
+    return Message(message, null, read)
 
 
 def _parsed_call(call: Any) -> Any:
@@ -85,21 +85,23 @@ class UnreadInput:
         self._source, self._names, self._loaded = source, names, loaded
         self._seen: set[tuple[str, str]] = set()
 
-    def check(self, prompt: str, given: dict[str, Any], variables: Iterable[str],
+    def check(self, prompt: str, given: dict[str, Any], variables: Iterable[str], read: set[Any],
               render: Callable[[dict[str, Any]], str]) -> None:
         """Log what the template leaves out of a prompt: variables, keys of messages and calls, messages with a role.
 
-        A name that the template mentions is read. Any other input is read if the prompt is another one without it.
+        A key that the template asked a message for is read, and so is a variable, role or key of a call that its text
+        mentions. Any other input is read if the prompt is another one without it.
         Long conversations are not checked, because rendering them again takes long.
 
         given       variables of the template, with `messages` before `template_message`
         variables   the names among them that the caller has chosen
+        read        the keys that the template asked messages for
         render      returns the prompt for other variables
         """
         messages = given["messages"]
         if len(self._seen) >= MOST_NAMES or len(messages) > MOST_MESSAGES or len(prompt) > LONGEST_PROMPT:
             return
-        for kind, name in islice(self._unread(messages, variables), MOST_CHECKS):
+        for kind, name in islice(self._unread(messages, variables, read), MOST_CHECKS):
             self._seen.add((kind, name[:LONGEST_NAME]))
             without = dict(given)
             if kind == "variable":
@@ -117,25 +119,24 @@ class UnreadInput:
                 log.warning("the chat template of %r leaves out %s, which has no effect on the prompt; pass what the "
                             "template reads; this is logged once", self._source, what)
 
-    def _unread(self, messages: list[dict[str, Any]], variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yield (kind, name) of input that the template does not mention and that was not checked before."""
-        for kind, name in self._unmentioned(messages, variables):
+    def _unread(self, messages: list[dict[str, Any]], variables: Iterable[str],
+                read: set[Any]) -> Iterator[tuple[str, str]]:
+        """Yield (kind, name) of input that the template does not ask for and that was not checked before."""
+        for kind, name in self._unmentioned(messages, variables, read):
             if type(name) is str and (kind, name[:LONGEST_NAME]) not in self._seen:
                 yield kind, name
 
-    def _unmentioned(self, messages: list[dict[str, Any]], variables: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    def _unmentioned(self, messages: list[dict[str, Any]], variables: Iterable[str],
+                     read: set[Any]) -> Iterator[tuple[str, Any]]:
         yield from (("variable", name) for name in variables if name not in self._loaded)
         for message in messages:
-            if (role := message.get("role")) is not None and not self._mentions(role):
+            if type(role := message.get("role")) is str and role not in self._names:
                 yield "role", role
-            yield from (("key", key) for key, value in message.items()
-                        if value is not None and key not in _KEYS_OF_MESSAGES and not self._mentions(key))
+            yield from (("key", key) for key, value in message.items() if value is not None
+                        and key not in _KEYS_OF_MESSAGES
+                        and read.isdisjoint((*REASONING[:2], key) if key in REASONING else (key,)))
             for call in _calls(message):
-                yield from (("call", key) for key in call if key not in _KEYS_OF_CALLS and not self._mentions(key))
-
-    def _mentions(self, name: Any) -> bool:
-        names = (*REASONING[:2], name) if name in REASONING else (name,)
-        return any(type(each) is str and each in self._names for each in names)
+                yield from (("call", key) for key in call if key not in _KEYS_OF_CALLS and key not in self._names)
 
 
 def has_effect(render: Callable[[dict[str, Any]], str], without: dict[str, Any], prompt: str) -> bool:

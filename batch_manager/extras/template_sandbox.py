@@ -16,11 +16,26 @@ class Message(dict):
     A template that asks whether such a key is none gets the answer yes, and a template that adds it to a text adds
     nothing. Otherwise the key is missing, as in transformers. OpenAI's API makes no difference between `content: null`
     and no content in an assistant's message, so a missing content of the assistant counts as null.
+
+    read   gets the keys that the template asks for
     """
 
-    def __init__(self, fields: dict[str, Any], null: set[str]) -> None:
+    def __init__(self, fields: dict[str, Any], null: set[str], read: set[Any]) -> None:
         super().__init__(fields)
         self._null = null | {"content"} if fields.get("role") == "assistant" and "content" not in fields else null
+        self._read = read
+
+    def __getitem__(self, key: Any) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        self._read.add(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
 
 
 class Arguments(dict):

@@ -54,7 +54,7 @@ def _turn_ends(source: str | os.PathLike, tokenizer: Any) -> dict[str, int]:
     to_id = getattr(tokenizer, "token_to_id", None) or tokenizer.convert_tokens_to_ids
     if end is not None and (number := to_id(end)) is not None:
         ends[end] = number
-    messages = [template_message(each) for each in ({"role": "user", "content": "Hello."},
+    messages = [template_message(each, set()) for each in ({"role": "user", "content": "Hello."},
                                                     {"role": "assistant", "content": _ANSWER})]
     try:
         prompt = folder_template(*files, has_tools=False).render(

@@ -302,6 +302,17 @@ def test_input_that_a_template_leaves_out_is_logged_once(tmp_path, caplog):
     assert len(caplog.records) <= 256
 
 
+@pytest.mark.parametrize("asks, told", [
+    ("{{ m.name }}", 0), ("{{ m['name'] }}", 0), ("{{ m.get('name') }}", 0), ("{{ 'x' if 'name' in m }}", 0),
+    ("{{ m | tojson }}", 0), ("{{ m.name | length * 0 }}", 0),
+    ("{% for key, value in m.items() %}{{ value }}{% endfor %}", 0), ("{{ m.name if m.role == 'tool' }}", 1), ("", 1)])
+def test_a_key_is_read_where_the_template_asks_the_message_for_it(tmp_path, caplog, asks, told):
+    other = "{% for t in m.tool_calls %}{{ t.name }}{% endfor %}"
+    form = "{% for m in messages %}{{ m.content }}" + asks + other + "{% endfor %}"
+    chat_prompt(folder(tmp_path, chat_template=form), [{"role": "user", "content": "Hi.", "name": "Ann"}])
+    assert sum("'name' of messages" in record.getMessage() for record in caplog.records) == told
+
+
 # ---------------------------------------------------------------------- hostile templates
 
 ESCAPES = """
