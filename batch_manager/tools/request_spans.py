@@ -12,6 +12,7 @@ from .client_waits import REFUSALS, ClientWaits
 CONTEXT, GENERATION, PAUSED, QUEUED, WAITING = "context", "generation", "paused", "queued", "waiting"
 CLIENT = "client"
 GENERATES = (GENERATION, "")
+CALLBACK_PHASES = ("trace", "get", "respond", "poll", "after_responses", "stats")     # phases that call user code
 NO_STEP = "no step"          # why a request was WAITING: the iteration planned no step. Not recorded, but seen
 
 
@@ -58,6 +59,7 @@ class Span:
     with_prompts, with_prompts_s   number and duration of the steps that also computed prompts of other requests
     other_tokens, prompts          tokens and requests of these prompts
     slowest     the longest of the steps; None: the span has no step
+    callbacks_s   phase, one of CALLBACK_PHASES -> seconds of the span in this phase; empty for CLIENT
     """
 
     kind: str
@@ -79,6 +81,7 @@ class Span:
     other_tokens: int = 0
     prompts: set[int] = field(default_factory=set)
     slowest: Step | None = None
+    callbacks_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -142,6 +145,7 @@ def lives(iterations: Iterable[IterationTrace]) -> Iterator[Life]:
         yield from histories.note(last, math.inf)
         for life in histories.alive.values():
             life.last_iteration = last.iteration
+            _add(life.spans[-1].callbacks_s, histories.callbacks_s)
     yield from histories.alive.values()
 
 
@@ -165,11 +169,13 @@ def end_of(iteration: IterationTrace, next_s: float, *, is_idle: bool) -> float:
 class _Histories:
     """The histories of the requests that are alive at one point of a trace.
 
-    alive   request id -> history
+    alive         request id -> history
+    callbacks_s   phase, one of CALLBACK_PHASES -> seconds of all iterations so far
     """
 
     def __init__(self) -> None:
         self.alive: dict[int, Life] = {}
+        self.callbacks_s = dict.fromkeys(CALLBACK_PHASES, 0.0)
         self._client = ClientWaits()
         self._numbers: list[int] = []
         self._began_at_s: list[float] = []
@@ -234,7 +240,11 @@ class _Histories:
             if last is None or (kind, reason) != (last.kind, last.reason) or (
                     tokens and first < last.first + last.tokens):
                 begin = begins.get(request_id, begin_s)
+                if last is not None and last.kind != CLIENT:
+                    _add(last.callbacks_s, self.callbacks_s)
                 last = Span(kind, reason, begin, begin, first=first, pauses=life.pauses)
+                _add(last.callbacks_s, self.callbacks_s, -1)        # the sum at its end is added when it ends
+                _add(last.callbacks_s, _in_callbacks(iteration, begin), -1)
                 life.spans.append(last)
             before_s = max(last.end_s, begin_s)
             last.end_s = max(ends.get(request_id, end_s), last.begin_s)
@@ -250,7 +260,29 @@ class _Histories:
                 else:
                     life._num_generated += 1
         self._client.end(iteration, got_at_s, end_s if is_idle else None)
-        yield from _ended(iteration, alive)
+        callbacks_s = self.callbacks_s
+        self.callbacks_s = dict(callbacks_s)
+        _add(self.callbacks_s, _in_callbacks(iteration, math.inf))
+        for life in _ended(iteration, alive):
+            if life.spans:
+                _add(life.spans[-1].callbacks_s, callbacks_s)
+                _add(life.spans[-1].callbacks_s, _in_callbacks(iteration, life.spans[-1].end_s))
+            yield life
+
+
+def _in_callbacks(iteration: IterationTrace, until_s: float) -> dict[str, float]:
+    """Return phase, one of CALLBACK_PHASES -> seconds of the iteration in it, up to a time of the engine's clock."""
+    found, at_s = {}, iteration.started_at_s
+    for phase, duration_us in iteration.phases_us.items():
+        if phase in CALLBACK_PHASES:
+            found[phase] = min(max(until_s - at_s, 0.0), 1e-6 * duration_us)
+        at_s += 1e-6 * duration_us
+    return found
+
+
+def _add(sums: dict[str, float], seconds: Mapping[str, float], sign: int = 1) -> None:
+    for phase, value in seconds.items():
+        sums[phase] = sums.get(phase, 0.0) + sign * value
 
 
 def _activities(iteration: IterationTrace) -> dict[int, tuple[str, str]]:

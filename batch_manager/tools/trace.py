@@ -54,10 +54,16 @@ IN_CLIENT = {
     client_waits.ADMISSIONS: "the iterations read max_admissions_per_iteration requests",
     client_waits.NO_ROOM: "max_num_sequences requests were active, and all ran",
 }
+CALLBACKS = {
+    "trace": "the trace hook", "get": "the get callback", "respond": "sending responses, with the send callback",
+    "poll": "polling stop signals, with the poll callback", "after_responses": "the hook after_responses",
+    "stats": "the statistics callback",
+}
 AND_SOME = "max_num_sequences requests were active, and some of them "
 MOST_NAMED = 5
 BEFORE_S = 1e6          # eleven days
 LEAST_IDLE_US = 10      # times are rounded
+SLOW_CALLBACKS, LEAST_CALLBACK = 0.1, 0.01   # the callbacks are named if they take a larger share of the time
 SLOW = 2.0            # a step is named if it lasts this many times as long as the mean
 
 
@@ -83,7 +89,7 @@ def why(life: Life) -> list[str]:
         groups[span.kind, span.reason, span.kind == CONTEXT and span.pauses > 0].append(span)
     for spans in sorted(groups.values(), key=lambda spans: -sum(span.seconds for span in spans)):
         text = re.sub(r"max_\w+", lambda name: _with_value(name[0], life.settings), _sentence(spans))
-        lines.append(f"  {_time(sum(span.seconds for span in spans)):>10}  {text}")
+        lines.append(f"  {_time(sum(span.seconds for span in spans)):>10}  {text}{_callbacks(spans)}")
     return lines
 
 
@@ -139,6 +145,17 @@ def _beside(spans: list[Span]) -> str:
         text += (f"; the slowest, {_time(slowest.seconds)} in iteration {slowest.iteration}, had "
                  f"{_count(slowest.others, 'other request')}{prompts_of if slowest.other_tokens else ''}")
     return text
+
+
+def _callbacks(spans: list[Span]) -> str:
+    """Say how much of the time of spans went to callbacks, if it is much."""
+    all_s = sum(span.seconds for span in spans)
+    seconds = {phase: sum(span.callbacks_s.get(phase, 0.0) for span in spans) for phase in CALLBACKS}
+    if sum(seconds.values()) <= SLOW_CALLBACKS * all_s:
+        return ""
+    told = [f"{_time(value)} in {CALLBACKS[phase]}" for phase, value in sorted(
+        seconds.items(), key=lambda pair: -pair[1]) if value > LEAST_CALLBACK * all_s]
+    return f"; of this time {', '.join(told)}"
 
 
 def _named(ids: Sequence[int]) -> str:

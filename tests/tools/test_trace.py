@@ -19,7 +19,7 @@ from batch_manager import IterationTrace, SchedulerPolicy, Trace
 from batch_manager.scheduling import waiting
 from batch_manager.stats.trace import write_trace
 from batch_manager.tools.request_spans import CLIENT, CONTEXT, GENERATION, PAUSED, QUEUED, WAITING, lives
-from batch_manager.tools.trace import main, why, write_csv, write_perfetto
+from batch_manager.tools.trace import CALLBACKS, main, why, write_csv, write_perfetto
 from tests.tools.chrome_trace import faults
 
 STEP_S = 0.01
@@ -98,6 +98,22 @@ def test_the_first_line_names_the_iterations_of_the_arrival_and_of_the_handover(
     first, second = lives(iterations)
     assert " from its arrival before iteration 4 to its end in iteration 5" in why(first)[0]
     assert f" from its arrival {told}" in why(second)[0]
+
+
+@pytest.mark.parametrize("phase", CALLBACKS)
+def test_slow_callbacks_are_named_for_the_part_of_the_time_that_was_theirs(phase):
+    def slow(number, finished=(), ends=()):
+        return IterationTrace(
+            number, ((7, 0, 4),) if number == 0 else (), (7,) if number else (), (), finished, () if number else (7,),
+            0.01 * number, {"start": 2000, phase: 8000}, finished_at_s=ends)
+    (life,) = lives([*map(slow, range(4)), slow(4, (7,), (0.045,))])
+    context, generation = life.spans
+    assert [round(1e3 * span.callbacks_s[phase], 6) for span in (context, generation)] == [8, 3 * 8 + 3]
+    lines = why(life)
+    assert [line.partition("; of this time ")[2] for line in lines if "generated" in line or "prompt" in line] == [
+        f"27.000 ms in {CALLBACKS[phase]}", f"8.000 ms in {CALLBACKS[phase]}"]
+    (life,) = lives([IterationTrace(0, ((7, 0, 4),), (), (), (7,), (7,), 0.0, {"start": 9000, phase: 1000})])
+    assert "of this time" not in why(life)[1]
 
 
 def test_a_pause_and_what_is_computed_again(traced, new_request):
