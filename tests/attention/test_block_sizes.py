@@ -101,7 +101,8 @@ def build(monkeypatch):
     def made(size, attention_factory=None, **options):
         loaded.clear()
         native_backend.build_native_backend(
-            "folder", TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(tokens_per_block=size), **options),
+            "folder", TrtGptModelOptionalParams(
+                cuda_graphs=False, kv_cache_config=KvCacheConfig(tokens_per_block=size), **options),
             layout=layouts.fused, num_slots=1, attention_factory=attention_factory)
 
     made.loaded = loaded

@@ -17,6 +17,7 @@ EXPECTED = {
     "this processor .*|.*or this processor has no AVX-512 for bfloat16": "another processor",
     "refused on this machine: the product of .*": "another processor: torch's products depend on the row there",
     "this compiler does not know AMX": "GCC 10 and older",
+    "this interpreter is not a free-threaded one": "another build of Python",
     r"Triton Inference Server was NOT tested: .*": "its stub needs NumPy 1; .ci/triton has an environment of its own",
 }
 MODULE = re.compile(r"could not import '([\w.]+)'")
