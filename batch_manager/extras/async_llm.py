@@ -20,10 +20,10 @@ from ..aio.engine import check_asyncio
 from ..aio.switchboard import WITHOUT_QUEUE_LIMITS
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError, ManagerClosedError
+from ..errors import ConfigError, InvalidRequestError, ManagerClosedError
 from ..names import FinishReason, SchedulerPolicy, TrtGptModelType
 from .generated_text import GeneratedText
-from .sampling import Sampling, in_names_of_options
+from .sampling import Sampling, check_end_ids, in_names_of_options
 from .text_requests import Completion, Output, Prompt, Prompts, Timings, each_prompt
 from .turn_end import log_unused_turn_ends
 
@@ -57,13 +57,18 @@ class AsyncLLM:
         process   run the engine in its own process; see AsyncEngine.start
         The other arguments are those of LLM.
 
-        Raises the exceptions of AsyncEngine.start, and ConfigError if there is no tokenizer.
+        Raises the exceptions of AsyncEngine.start, and ConfigError as LLM does.
         """
         optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **params})
         check_asyncio("AsyncLLM.start()")
         prompts = await asyncio.to_thread(Prompts, model, tokenizer)
         engine = await AsyncEngine.start(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy,
                                          return_stats, optional_params, parts, takes_all=True, process=process)
+        try:
+            check_end_ids(engine.info)
+        except ConfigError:
+            await engine.close()
+            raise
         await asyncio.to_thread(prompts.warm_up)
         await asyncio.to_thread(log_unused_turn_ends, prompts.source, prompts.tokenizer, engine.info.end_ids,
                                 engine.info.vocab_size)

@@ -20,12 +20,12 @@ from ..aio.mailbox import Mailbox, RequestFailed, Wants
 from ..aio.switchboard import WITHOUT_QUEUE_LIMITS, Switchboard
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError, ManagerClosedError, RequestError
+from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from .generated_text import GeneratedText
-from .sampling import Sampling, in_names_of_options
+from .sampling import Sampling, check_end_ids, in_names_of_options
 from .text_requests import Completion, Output, Prompt, Prompts, Timings, each_prompt
 from .turn_end import log_unused_turn_ends
 
@@ -53,7 +53,8 @@ class LLM:
     interrupted call; the LLM stays usable. The engine ends at `close`, at the end of a `with` block, when the
     interpreter exits, or when the LLM is garbage-collected.
 
-    Raises the exceptions of GptManager, and ConfigError if there is no tokenizer.
+    Raises the exceptions of GptManager, and ConfigError if there is no tokenizer, or if the checkpoint has more than 8
+    end ids.
     """
 
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
@@ -69,6 +70,11 @@ class LLM:
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
+        try:
+            check_end_ids(self.info)
+        except ConfigError:
+            self.close()
+            raise
         log_unused_turn_ends(self._prompts.source, self.tokenizer, self.info.end_ids, self.info.vocab_size)
 
     def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..engine_info import EngineInfo
-from ..errors import InvalidRequestError, type_name
+from ..errors import ConfigError, InvalidRequestError, type_name
 from ..option_values import plain_integer, plain_number
 from ..requests.tensor_values import MAX_FEW
 from .stop_strings import StopStrings, stop_strings
@@ -36,6 +36,14 @@ _TENSOR = re.compile(rf"\b(?:{'|'.join(OPTION_OF_TENSOR)})\b")
 def in_names_of_options(error_text: str) -> str:
     """Replace the names of tensors in an error of the engine with the names of the options that set them."""
     return _TENSOR.sub(lambda name: OPTION_OF_TENSOR[name[0]], error_text)
+
+
+def check_end_ids(info: EngineInfo) -> None:
+    """Raise ConfigError if the checkpoint has more end ids than a request may have; all default requests would fail."""
+    if len(info.end_ids) > MAX_FEW:
+        raise ConfigError(f"the checkpoint has {len(info.end_ids)} end ids: eos_token_id of generation_config.json, or "
+                          "else of config.json", f"expected at most {MAX_FEW}, which is what a request may have",
+                          "remove ids from eos_token_id, or use GptManager, whose requests set their own end_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

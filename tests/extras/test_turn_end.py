@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from batch_manager import TrtGptModelOptionalParams  # noqa: E402
+from batch_manager import ConfigError, TrtGptModelOptionalParams  # noqa: E402
 from batch_manager.aio import AsyncEngine  # noqa: E402
+from batch_manager.extras.async_llm import AsyncLLM  # noqa: E402
 from batch_manager.extras.llm import LLM  # noqa: E402
 from batch_manager.extras.openai import OpenAIService  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
@@ -65,3 +66,20 @@ def test_each_text_host_logs_it_at_the_start(tmp_path, caplog):
 
     asyncio.run(start())
     assert len(warnings(caplog)) == 1
+
+
+def test_too_many_end_ids_are_refused_at_the_start(tmp_path):
+    folder = model(tmp_path, end_ids=list(range(1, 10)))
+    told = "the checkpoint has 9 end ids: eos_token_id of generation_config.json, .*; expected at most 8, "
+    with pytest.raises(ConfigError, match=told):
+        LLM(folder, num_threads=1)
+
+    async def start():
+        with pytest.raises(ConfigError, match=told):
+            await AsyncLLM.start(folder, num_threads=1)
+        async with await AsyncEngine.start(str(folder), optional_params=TrtGptModelOptionalParams(num_threads=1)) as (
+                engine):                                 # its requests set their own end_id
+            with pytest.raises(ConfigError, match=told):
+                OpenAIService(engine, folder)
+
+    asyncio.run(start())

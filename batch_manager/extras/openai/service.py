@@ -21,6 +21,7 @@ from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt, compile_templates
 from ..generated_text import GeneratedText
+from ..sampling import check_end_ids
 from ..token_bytes import TokenPositions
 from ..tokenizer import TooManyTokens, encode, load_tokenizer
 from ..turn_end import log_unused_turn_ends
@@ -52,7 +53,7 @@ class OpenAIService:
 
     Set `is_draining` to answer new requests with 503 while running requests continue.
 
-    Raises ConfigError if there is no tokenizer.
+    Raises ConfigError if there is no tokenizer, or if the checkpoint has more than 8 end ids.
     """
 
     def __init__(self, engine: AsyncEngine, folder: str | os.PathLike, names: Sequence[str] = (),
@@ -61,6 +62,7 @@ class OpenAIService:
         self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         self.token_names = TokenNames(self.tokenizer)
+        check_end_ids(engine.info)
         log_unused_turn_ends(folder, self.tokenizer, engine.info.end_ids, engine.info.vocab_size)
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)      # characters
         self.is_draining = self.has_freed_much = False
