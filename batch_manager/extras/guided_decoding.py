@@ -88,7 +88,7 @@ class GuidedDecoding:
 
         Look-around and back-references are not supported. Raises InvalidRequestError if `pattern` does not compile.
         """
-        return self._compile(self._make_matcher.grammar_from_regex(pattern))
+        return self._compile(self._make_matcher.grammar_from_regex(pattern), "regular expression")
 
     def json_schema(self, schema: str | dict[str, Any]) -> Grammar:
         """Compile a JSON schema.
@@ -100,20 +100,20 @@ class GuidedDecoding:
             grammar = self._make_matcher.grammar_from_json_schema(
                 text, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
         except ValueError as error:
-            raise _unusable(error) from error
-        return self._compile(grammar)
+            raise _unusable(error, "JSON schema") from error
+        return self._compile(grammar, "JSON schema")
 
     def lark(self, grammar: str) -> Grammar:
         """Compile a context-free grammar in llguidance's Lark syntax.
 
         Raises InvalidRequestError if `grammar` does not compile.
         """
-        return self._compile(self._make_matcher.grammar_from_lark(grammar))
+        return self._compile(self._make_matcher.grammar_from_lark(grammar), "Lark grammar")
 
-    def _compile(self, grammar: str) -> Grammar:
+    def _compile(self, grammar: str, kind: str) -> Grammar:
         matcher = self._make_matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise _unusable(matcher.get_error().strip().splitlines()[0])
+            raise _unusable(matcher.get_error(), kind)
         return Grammar(matcher)
 
     def constrain(self, request_id: int, grammar: Grammar) -> None:
@@ -248,7 +248,10 @@ def _catch_up(session: _Session, tokens: list[int]) -> None:
                                   "remove anything else that changes the logits, or simplify the grammar")
 
 
-def _unusable(reason: object) -> InvalidRequestError:
-    return InvalidRequestError(f"the grammar does not compile: {str(reason)[:300]!r}",
-                               "expected a regular expression, a JSON schema or a Lark grammar",
+def _unusable(reason: object, kind: str) -> InvalidRequestError:
+    """Return the error for a grammar of a kind. A regular expression's reason is in a later line than the first."""
+    lines = str(reason).strip().splitlines() or [""]
+    told = " ".join([lines[0], *[line for line in lines[1:] if line.startswith("error: ")][:1]])
+    return InvalidRequestError(f"the grammar does not compile: {told[:300]!r}",
+                               f"expected a {kind} that llguidance supports",
                                "see llguidance's documentation for the supported syntax")

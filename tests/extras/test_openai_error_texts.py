@@ -116,6 +116,17 @@ def test_grammars_that_fail(raised):
     check(error_texts({**COMPLETION, **SCHEMA}, False, prepare=lambda answers: setattr(answers, "_guided", Fails())))
 
 
+@pytest.mark.parametrize("schema, reason", [
+    ({"$ref": "#/$defs/Nope"}, "Pointer '/$defs/Nope' does not exist"),
+    ({"properties": {"a": {"format": "x /etc/passwd y", "type": "string"}}}, "Unknown format: x /etc/passwd y"),
+    ({"type": "string", "pattern": "("}, "regex parse error: error: unclosed group")])
+def test_a_schema_error_quotes_the_schema_and_has_its_reason(schema, reason):
+    pytest.importorskip("llguidance")
+    given = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    for text in error_texts({**COMPLETION, **given}, False):
+        assert reason in text and "expected a JSON schema that" in text, text
+
+
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_error_code_of_the_engine(monkeypatch, code):
     def fails(*_, **__):

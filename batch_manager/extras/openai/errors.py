@@ -70,12 +70,15 @@ class OpenAIError(Exception):
         return orjson.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
 
 
-def without_paths(text: str, *known: str) -> str:
-    """Return a text without paths of the server: absolute ones, and those of folders or files in `known`."""
+def without_paths(text: str, *known: str, given: str = "") -> str:
+    """Return a text without paths of the server: absolute ones, and those of folders or files in `known`.
+
+    given   text of the client, whose own paths stay
+    """
     for path in known:
         text = re.sub(rf"""(['"]?){re.escape(path)}(/[^'"\s]*)?\1""",
                       lambda found: "a file of the model" if found[2] else "of the model", text)
-    return _PATH.sub("of the server", text)
+    return _PATH.sub(lambda found: found[0] if found[0].strip("'\"") in given else "of the server", text)
 
 
 def refused(param: str, message: str) -> OpenAIError:

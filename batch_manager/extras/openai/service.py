@@ -201,8 +201,8 @@ class OpenAIService:
         try:
             return self._guided, self._guided.json_schema(text)
         except InvalidRequestError as error:
-            raise OpenAIError(400, f"response_format: {without_paths(str(error))}", "response_format",
-                              error.code.value.lower()) from None
+            raise OpenAIError(400, f"response_format: {without_paths(str(error), given=text)}",
+                              "response_format", error.code.value.lower()) from None
 
 
 class _Choice:
