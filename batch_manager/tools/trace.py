@@ -50,7 +50,7 @@ IN_CLIENT = {
     client_waits.BEFORE: "before the first iteration of the trace",
     client_waits.IDLE: "the engine was idle, and the get callback had not returned it",
     client_waits.NEXT_GET: "for the next call of the get callback",
-    client_waits.FREE_ROOM: "there was room, and the get callback returned fewer requests than it was asked for",
+    client_waits.FREE_ROOM: "there was room, and the get callback returned fewer requests than asked for, or raised",
     client_waits.ADMISSIONS: "the iterations read max_admissions_per_iteration requests",
     client_waits.NO_ROOM: "max_num_sequences requests were active, and all ran",
 }
