@@ -22,7 +22,8 @@ class JsonlStatistics:
                  limit, the file is renamed to `path.1`, an existing `path.1` to `path.2`, and so on
     num_kept     number of renamed files to keep; 0: the file is emptied and not renamed
 
-    Lines are written once a second, when the engine becomes idle, and at `close`. A write error, such as a full disk,
+    Lines are written with the first record after a second, with a record of an idle engine (flush_stats_when_idle), and
+    at `close`: close it after the manager, or the last records are lost. A write error, such as a full disk,
     raises OSError in the callback and loses the pending lines. The engine counts and logs the error. Later records are
     written normally. Not thread-safe.
     """
