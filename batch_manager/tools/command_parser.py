@@ -95,11 +95,11 @@ def share(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Return the rate in requests/s; 0.0 for 0, a negative or an infinite rate: all requests arrive at once."""
+    """Return the rate in requests/s; 0: all requests arrive at once."""
     value = number(text)
-    if math.isnan(value):
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a rate; expected requests/s, or 0 for all at once")
     if 0 < value < LEAST_RATE:
         raise argparse.ArgumentTypeError(f"{text} is too low; expected at least {LEAST_RATE:f} requests/s, or 0 for "
                                          "all at once")
-    return value if 0 < value < math.inf else 0.0
+    return value

@@ -18,6 +18,7 @@ from .datasets import (
     Selection,
     read_arrivals,
     read_workload,
+    refuse_options_of_texts,
     selection_of,
 )
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
@@ -250,6 +251,7 @@ def _read(options: argparse.Namespace, selection: Selection, output_tokens: int 
         _check_kind(options, report.format)
         raise
     _check_kind(options, report.format)
+    refuse_options_of_texts(report.format, {"--output-tokens": output_tokens})
     if is_open and workload["vocab"] == MOST_VOCABULARY:
         workload["vocab"] = 1 + max(max(request["prompt"]) for request in workload["requests"])
     return workload

@@ -36,7 +36,7 @@ def test_a_command_line_of_the_original_is_taken():
         "--engine_dir", "/models/m", "--dataset", "d.json", "--type", "UIFB", "--scheduler_policy=max_utilization",
         "--max_num_sequences", "64", "--max_tokens_in_paged_kvcache", "4096", "--kv_cache_free_gpu_mem_fraction", "0.5",
         "--enable_trt_overlap=true", "--enable_chunked_context=false", "--enable_kv_cache_reuse", "--streaming=true",
-        "--max_batch_size", "16", "--max_num_tokens", "1024", "--request_rate", "-1", "--eos_id", "2", "--pad_id", "0",
+        "--max_batch_size", "16", "--max_num_tokens", "1024", "--request_rate", "0", "--eos_id", "2", "--pad_id", "0",
         "--max_num_samples", "5", "--exclude_input_in_output_seq=0", "--first_batch_delay", "20", "--warm_up", "0",
         "--static_emulated_batch_size", "4", "--static_emulated_timeout", "100", "--max_prompt_len", "9",
         "--log_level", "verbose", "--return_context_logits", "--max_attention_window", "128", "--random_seed", "1"])
@@ -93,7 +93,10 @@ def test_names_of_others_are_names_of_ours(capsys):
 @pytest.mark.parametrize("given, told", [
     (["--kv-gib", "0"], "above 0"),
     (["--kv-gib", "1", "--max-tokens-in-paged-kvcache", "9"], "both given"),
-    (["--request-rate", "nan"], "not a rate"),
+    *(([f"--request-rate={value}"], f"{value} is not a rate; expected requests/s, or 0 for all at once")
+      for value in ("nan", "inf", "-1")),
+    (["--find-saturation", "--request-rate", "0"], "both given"),
+    (["--first-batch-delay", "86400001"], "expected 0 to 8.64e+07"), (["--busy-neighbours", "1025"], "at most 1024"),
     (["--request-rate", "x"], "not a number"),
     (["--request-rate", "1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s, or 0 for all at once"),
     (["--sweep", "request_rate=1,1e-300"], "1e-300 is too low; expected at least 0.000001 requests/s"),
@@ -112,12 +115,12 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
     (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),
     (["--out", "/"], "folder"),
-    (["--warm-up", "-1"], "at least 0"), (["--static-emulated-timeout", "inf"], "finite")])
+    (["--warm-up", "-1"], "at least 0"), (["--static-emulated-timeout", "inf"], "expected 0 to 8.64e+07")])
 def test_what_makes_no_sense_is_refused(given, told, capsys):
     assert told in refusal(capsys, *given)
 
 
 def test_sweeps_are_read():
-    assert options("--sweep", "request_rate=0.5,1,inf").sweep == ("request_rate", [0.5, 1.0, 0.0])
+    assert options("--sweep", "request_rate=0.5,1,0").sweep == ("request_rate", [0.5, 1.0, 0.0])
     assert options("--sweep=concurrency=1,2,4").sweep == ("concurrency", [1, 2, 4])
     assert options("--max-concurrency", "3", "--num-prompts=7").concurrency == 3

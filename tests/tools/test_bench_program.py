@@ -325,6 +325,17 @@ def test_a_workload_that_is_none_is_status_two(setting, capsys, text):
     assert text != "no JSON" or error.endswith("; set the format with --format\n")
 
 
+@pytest.mark.parametrize("given, told", [
+    (["--tokenizer", "t"], "--tokenizer is t; it has no effect on a workload with token ids; leave out --tokenizer"),
+    (["--output-tokens", "7"], "--output-tokens is 7; it has no effect on a workload with token ids"),
+    (["--eos-id", "1000"], "--eos-id is 1000; the vocabulary has 1,000 tokens; expected -1 for none, or 0 to 999"),
+    (["--pad-id", "1000"], "--pad-id is 1000; the vocabulary has 1,000 tokens"),
+])
+def test_options_that_do_not_fit_the_workload_or_the_model_are_refused_once(given, told, setting, capsys):
+    run, _ = setting
+    assert run(*given) == 2 and capsys.readouterr().err.count(told) == 1
+
+
 def test_a_reader_that_goes_costs_no_file(tmp_path):
     workload = dict(TEN, requests=TEN["requests"][:2], n=2)
     (tmp_path / "w.json").write_text(json.dumps(workload))

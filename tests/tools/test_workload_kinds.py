@@ -88,6 +88,8 @@ def test_a_dataset_of_gpt_manager_benchmark(write, tmp_path):
     assert again["requests"] == workload["requests"]
     assert again["vocab"] == 1 + max(max(one["prompt"]) for one in workload["requests"])
     assert "the vocabulary has 10 tokens" in write("dataset", tmp_path / "dataset", "--vocab", 10, status=2)
+    assert "--output-tokens is 7; it has no effect on" in write("dataset", tmp_path / "dataset", "--output-tokens", 7,
+                                                                status=2)
 
 
 def test_texts(write, tmp_path):
@@ -154,7 +156,8 @@ def test_the_standard_output(capsys):
     (["dataset", "sample:azure"],
      "the format is azure; `batch-manager workload dataset` reads other formats; use `batch-manager workload trace`"),
     (["sample-trace", "--burstiness", "0"], "--burstiness is 0.0; expected 0.05 to 20"),
-    (["sample-trace", "--request-rate", "nan"], "--request-rate: nan is not a rate"),
+    *(([kind, "--request-rate", value], f"--request-rate: {value} is not a rate")
+      for kind in ("sample-trace", "log-normal") for value in ("nan", "-1", "inf")),
     (["sample-trace", "--input-median", "0"], "--input-median is 0.0; expected 1 to"),
     (["sample-trace", "--output-median", "0"], "--output-median is 0.0; expected 1 to"),
     (["sample-trace", "--request-rate", "0.000001", "--num-requests", "400000"],

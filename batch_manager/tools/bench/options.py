@@ -1,7 +1,6 @@
 """The options of `batch-manager bench`."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from ...config import LOAD_FORMATS, KvCacheConfig
 from ...names import TrtGptModelType
-from ..command_parser import CommandParser, at_least, number, positive, rate, share
+from ..command_parser import CommandParser, at_least, positive, rate, share, within
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..shared_options import FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
@@ -20,6 +19,8 @@ TYPES = {"IFB": "InflightFusedBatching", "UIFB": "InflightBatching"}
 LOG_LEVELS = {"verbose": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "internal_error": "CRITICAL"}
 SWEPT = ("request_rate", "concurrency")
 DEFAULT_KV_GIB = 1.0
+MOST_DELAY_MS = 86_400_000     # one day
+MOST_NEIGHBOURS = 1024         # processes
 # Option -> the option without which it has no effect.
 NEEDS = {"slo_share": "find_saturation", "max_probes": "find_saturation",
          "static_emulated_timeout": "static_emulated_batch_size"}
@@ -95,11 +96,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--output-tokens", "of texts that do not specify it", type=at_least(1))
     shared("--concurrency", "alone: the next one arrives when one is done, whatever the recorded times; with "
            "--request-rate: arrived requests wait in the client, which counts as latency", "any")
-    add("--first-batch-delay", type=_not_negative, default=0.0, metavar="MS",
+    add("--first-batch-delay", type=within(0, MOST_DELAY_MS), default=0.0, metavar="MS",
         help="milliseconds before the first request is submitted; they count as latency (0)")
     add("--static-emulated-batch-size", type=at_least(1), metavar="N",
         help="submit whole batches of N requests, each when the previous one is done")
-    add("--static-emulated-timeout", type=_not_negative, default=500.0, metavar="MS",
+    add("--static-emulated-timeout", type=within(0, MOST_DELAY_MS), default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
     shared("--sweep", f"of {' or '.join(SWEPT)}, on one engine", type=_sweep)
     shared("--find-saturation", "requests arrive at constant intervals, are completed at 0.95 of the rate or more "
@@ -136,7 +137,7 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
     shared("--slo-share", "for --find-saturation", "0.9", type=share, default=0.9)
     add("--queue-times", action="store_true",
         help="measure the time from arrival to the first step, which costs some host time in every iteration")
-    add("--busy-neighbours", type=at_least(0), metavar="N", default=0,
+    add("--busy-neighbours", type=at_least(0, at_most=MOST_NEIGHBOURS), metavar="N", default=0,
         help="run N processes that compute without a pause during the run (0)")
     shared("--variant")
     shared("--out", "the result as JSON")
@@ -156,13 +157,6 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
 
 
 # ---------------------------------------------------------------------- values
-
-
-def _not_negative(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; expected a finite number of at least 0")
-    return value
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
@@ -213,7 +207,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
                   ("sweep", "find_saturation"), ("find_saturation", "request_rate"), *replaced, ("sweep", "stats_csv"),
                   ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"),
                   ("find_saturation", "responses_json_file")):
-        if all(getattr(options, name) not in (None, False) for name in names):
+        if all(getattr(options, name) is not None and getattr(options, name) is not False for name in names):
             first, second = (f"--{name.replace('_', '-')}" for name in names)
             parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
     if options.time_scale != 1 and (options.request_rate is not None or options.concurrency or options.sweep

@@ -29,7 +29,8 @@ DIFFERENCES = {
     "streaming": "default: on, except for V1 and beams",
     "exclude_input_in_output_seq": "default: on",
     "warm_up": "full batches with their own prompts (default: 1), not copies of the first sample (2)",
-    "request_rate": "a Poisson process unless --delays is constant; default: the arrival times of the workload",
+    "request_rate": "a Poisson process unless --delays is constant; default: the arrival times of the workload; "
+                    "all at once: 0, not -1",
     "enable_exp_delays": "on by default: --delays exponential; =false is --delays constant",
     "random_seed": "default: 0",
     "log_level": "default: warning",

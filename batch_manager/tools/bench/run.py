@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...config import Parts
-from ..datasets import DatasetError, ReadReport, read_workload, selection_of
+from ...errors import counted
+from ..datasets import DatasetError, ReadReport, read_workload, refuse_options_of_texts, selection_of
 from ..output_file import output_file
 from .engine import precision_of, vocabulary_of
 from .errors import InputError
@@ -145,9 +146,16 @@ def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
     try:
         # The rate is that of the load, which a sweep changes.
         selection = replace(selection_of(options), request_rate=None)
-        workload = read_workload(options.workload, selection, vocab_size=vocabulary_of(options),
-                                 format=options.format, tokenizer=options.tokenizer or options.model,
+        vocab_size = vocabulary_of(options)
+        for option, token in (("--eos-id", options.eos_id), ("--pad-id", options.pad_id)):
+            if token >= vocab_size:
+                raise InputError(f"{option} is {token}; the vocabulary has {counted(vocab_size, 'token')}; expected -1 "
+                                 f"for none, or 0 to {vocab_size - 1}")
+        workload = read_workload(options.workload, selection, vocab_size=vocab_size, format=options.format,
+                                 tokenizer=options.tokenizer or options.model,
                                  output_tokens=options.output_tokens, report=report)
+        refuse_options_of_texts(report.format, {"--tokenizer": options.tokenizer,
+                                                "--output-tokens": options.output_tokens})
     except DatasetError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -7,9 +7,9 @@ Yours    a new format is one class with the attributes of `records.RecordReader`
 """
 
 from .errors import DatasetError
-from .formats import FORMATS
+from .formats import FORMATS, refuse_options_of_texts
 from .reading import read_arrivals, read_records, read_workload
 from .selection import ReadReport, Selection, selection_of
 
 __all__ = ["FORMATS", "DatasetError", "ReadReport", "Selection", "read_arrivals", "read_records",
-           "read_workload", "selection_of"]
+           "read_workload", "refuse_options_of_texts", "selection_of"]

@@ -70,6 +70,14 @@ def open_records(source: Source, format: str | None, *, vocab_size: int | None, 
     return format, TextRecords(document, tokenizer, output_tokens)
 
 
+def refuse_options_of_texts(format: str, given: dict[str, Any]) -> None:
+    """Raise DatasetError if one of the options `given` (name -> value or None) was given for a file without texts."""
+    for option, value in given.items() if format != "texts" else ():
+        if value is not None:
+            kind = "a workload with token ids" if format in ("workload", "dataset") else f"a trace ({format})"
+            raise DatasetError("", f"{option} is {value}", f"it has no effect on {kind}", f"leave out {option}")
+
+
 def _csv_format(source: Source, line: bytes) -> str:
     try:
         names = header_of(line.decode())

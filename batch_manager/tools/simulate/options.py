@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import BLOCK_SIZES, KvCacheConfig
-from ..command_parser import CommandParser, at_least, positive, share
+from ..command_parser import CommandParser, at_least, positive, rate, share
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..shared_options import POLICIES, HelpFormatter, add_selection_arguments, add_shared, complete_selection
@@ -41,7 +41,7 @@ SWEPT: dict[str, Any] = {
     "policy": POLICIES, "max_batch_size": at_least(1, at_most=MOST_REQUESTS), "max_num_tokens": at_least(1),
     "max_num_sequences": at_least(1, at_most=MOST_REQUESTS), "chunked_context": FLAGS, "block_reuse": FLAGS,
     "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
-    "max_tokens_in_paged_kvcache": at_least(1), "request_rate": positive, "concurrency": at_least(1),
+    "max_tokens_in_paged_kvcache": at_least(1), "request_rate": rate, "concurrency": at_least(1),
     "replicas": at_least(1, at_most=MOST_REPLICAS), "routing": {name: name for name in ROUTING}}
 Swept = tuple[str, list[Any]]
 
@@ -185,7 +185,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     for name in searches:
         for other in ("sweep", "concurrency", "trace", *(
                 ("request_rate", "find_replicas") if name == "find_saturation" else ())):
-            if getattr(options, other):
+            if getattr(options, other) not in (None, []):
                 first, second = (f"--{each.replace('_', '-')}" for each in (name, other))
                 parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
     if not searches and (options.slo_share != parser.get_default("slo_share")

@@ -18,7 +18,7 @@ from ..bench.load import Load
 from ..bench.result import provenance, python_version, version_text
 from ..bench.run import bounds_of
 from ..bench.saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained
-from ..datasets import DatasetError, ReadReport, Selection, read_records, selection_of
+from ..datasets import DatasetError, ReadReport, Selection, read_records, refuse_options_of_texts, selection_of
 from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
 from ..shared_options import POLICIES
@@ -197,6 +197,8 @@ class Study:
             traffic = Traffic.of_records(read_records(
                 options.workload, selection, format=options.format, tokenizer=options.tokenizer,
                 output_tokens=options.output_tokens, report=self._report))
+            refuse_options_of_texts(self._report.format, {"--tokenizer": options.tokenizer,
+                                                          "--output-tokens": options.output_tokens})
         except DatasetError as error:
             raise InputError(str(error)) from error
         except OSError as error:
