@@ -11,7 +11,8 @@ is not the order of this list; "-" means unknown:
     active, queued, scheduled, kv_used, kv_free, kv_cached, oldest_wait_ms      current requests and KV cache blocks
     new, finished, paused, refused, errors          requests in this interval; errors include refused requests
     tokens_per_s, prompt_tokens_per_s               generated tokens; tokens of accepted prompts
-    iteration_percent, callback_percent             share of the time in iterations and in callbacks
+    iteration_percent, callback_percent             share of the time in iterations and in callbacks; these four are
+                            unknown if a file got no record in this interval
     first_token_*, per_token_*, queue_*             p50_ms, p90_ms, p99_ms and mean_ms of requests that ended
     latency_over            period of these latencies: usually 60s; "start" means since the engine's start, because no
                             request ended in the last 60 s

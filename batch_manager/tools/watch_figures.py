@@ -75,22 +75,26 @@ class History:
     def figures(self, period_s: float) -> Figures:
         """Return the current figures.
 
-        The rates and shares are of the last period. This period has about period_s seconds, or more if readings are
-        less frequent. `counts` covers the time since the previous call, so no event is counted twice.
+        `counts`, the rates and the shares are of the last period, which is the time since the last reading of the
+        previous call; without a newer reading, rates and shares are None. In the first call, the rates and shares are
+        of about period_s seconds.
         """
         if not self._readings:
             return Figures()
         now, first = self._readings[-1], self._readings[0]
-        window_s, counted, self._counted = now.at_s - first.at_s, self._counted or now, now
+        window_s, previous, self._counted = now.at_s - first.at_s, self._counted, now
+        counted = previous or now
         latencies, over = _latencies(first, now), f"{window_s:.0f}s"
         if now is first or not any(latencies.values()):
             latencies, over = _latencies(None, now), "start"
         over = over if any(latencies.values()) else ""
         if now is first:
             return Figures(now.gauges, latencies=latencies, latency_over=over)
-        before = list(self._readings)[:-1]
-        start = min(before, key=lambda each: abs(now.at_s - period_s - each.at_s))
+        start = previous or min(list(self._readings)[:-1], key=lambda each: abs(now.at_s - period_s - each.at_s))
         took_s = now.at_s - start.at_s
+        if took_s <= 0:
+            return Figures(now.gauges, _counts(counted, now), _counts(first, now), window_s, latencies=latencies,
+                           latency_over=over)
         return Figures(
             now.gauges, _counts(counted, now), _counts(first, now), window_s,
             *(_rise(name, start, now) / took_s for name in ("tokens", "prompt_tokens")),

@@ -242,14 +242,19 @@ def test_rates_are_of_a_period_and_counts_of_a_minute():
         if second in (150, 196):
             history.figures(1.0)
     figures = history.figures(1.0)
-    assert figures.tokens_per_s == 100 and figures.counts["new"] == 3 and history.figures(1.0).counts["new"] == 0
+    assert figures.tokens_per_s == (21 + 93) / 3 and figures.counts["new"] == 3      # of the same three seconds
+    again = history.figures(1.0)
+    assert (again.counts["new"], again.tokens_per_s, again.callback_share) == (0, None, None)
     assert figures.gauges == {"active": 199}
     assert (figures.window_s, figures.recent["new"]) == (60, 60)
     assert (figures.iteration_share, figures.callback_share) == (0.5, 0.25)
-    assert history.figures(10.0).tokens_per_s == (70 + 93) / 10
     history.add(reading(200.0, tokens=5.0, new=2))           # the engine was restarted
     figures = history.figures(1.0)
     assert figures.tokens_per_s == 5 and figures.counts["new"] == 2
+    first = History()
+    for second in range(20):
+        first.add(reading(float(second), tokens=7.0 * second))
+    assert first.figures(10.0).tokens_per_s == 7
 
 
 def test_latencies_are_of_the_minute_and_of_all_where_none_ended():
