@@ -22,8 +22,9 @@ def template_message(message: dict[str, Any], read: set[Any]) -> Message:
     """Return a message as templates read it, as transformers does, and with parsed arguments.
 
     The arguments of a tool call are a JSON string in OpenAI's API and an object in templates. A string that is not
-    JSON stays a string. The set `read` gets the keys of the message that the template asks for. The reasoning gets the
-    names that templates read: `reasoning_content`, and `thinking` if the message has no other `thinking`.
+    JSON stays a string, and missing ones are an empty object. The set `read` gets the keys of the message that the
+    template asks for. The reasoning gets the names that templates read: `reasoning_content`, and `thinking` if the
+    message has no other `thinking`.
     """
     null = {key for key, value in message.items() if value is None}
     message = {key: value for key, value in message.items() if value is not None}
@@ -42,7 +43,9 @@ def _parsed_call(call: Any) -> Any:
         return call
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": _parsed_call(function)}
-    if isinstance(arguments := call.get("arguments"), str):
+    if (arguments := call.get("arguments")) is None and "name" in call:    # as for a function without parameters
+        return {**call, "arguments": Arguments({}, "{}")}
+    if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
             return {**call, "arguments": Arguments(parsed, arguments) if isinstance(parsed, dict) else parsed}

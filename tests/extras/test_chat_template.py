@@ -233,6 +233,14 @@ def test_arguments_that_are_not_json_stay_a_string(tmp_path, arguments, text):
     assert chat_prompt(folder(tmp_path, chat_template=form), talk) == text * 3
 
 
+@pytest.mark.parametrize("given", [{}, {"arguments": None}])
+def test_missing_arguments_are_an_empty_object(of_a_model, given):
+    talk = called("{}", content="")
+    missing = called("{}", content="")
+    missing[1]["tool_calls"][0]["function"] = {"name": "add", **given}
+    assert chat_prompt(of_a_model[0], missing) == chat_prompt(of_a_model[0], talk)
+
+
 def test_a_template_that_prints_arguments_gets_the_json_string(tmp_path):
     form = "{% set a = messages[1].tool_calls[0].function.arguments %}" \
            "{{ 'x' + a + 'y' }}{{ a }}{{ a ~ 'z' }}{{ a.b[1] }}"

@@ -111,9 +111,11 @@ def test_values_without_an_effect_are_logged_once(caplog):
         read(store=False, service_tier="auto", separate_reasoning=False, user="me", metadata={"a": "b"})
     assert not caplog.records
     for _ in range(2):
+        read(True, **call(function={"name": "f", "arguments": "{bad"}))
         read(store=True, service_tier="flex", separate_reasoning=True, response_format=described)
-    told = [re.search(r"value of (\S+) that", record.getMessage())[1] for record in caplog.records]
-    assert told == ["response_format.json_schema.description", "store", "service_tier", "separate_reasoning"]
+    told = [re.search(r"value of (.+?) that", record.getMessage())[1] for record in caplog.records]
+    assert told == ["the arguments of a tool call", "response_format.json_schema.description", "store", "service_tier",
+                    "separate_reasoning"]
 
 
 def test_every_field_of_openais_api_is_known():
@@ -174,6 +176,10 @@ def call(**fields):
     (call(type="custom", custom={}), "messages[1].tool_calls[0].type"), (call(), "messages[1].tool_calls[0].function"),
     (call(function={}), "messages[1].tool_calls[0].function.name"),
     (call(function={"name": "f", "arguments": 5}), "messages[1].tool_calls[0].function.arguments"),
+    *((call(function={"name": "f", "arguments": text}), "messages[1].tool_calls[0].function.arguments")
+      for text in ("[1]", "5", "null", '"x"', '{"a":NaN}', '{"a":1e999}')),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "[1]"}}]},
+     "messages[0].function_call.arguments"),
     (call(function={"name": "f", "arguments": " " * 262_145}), "messages[1].tool_calls[0].function.arguments"),
 ])
 def test_a_part_of_a_field_is_refused_by_its_name(fields, param):
@@ -200,6 +206,7 @@ def test_the_page_lists_what_the_code_reads(monkeypatch):
     schema = {"type": "json_schema", "json_schema": {"schema": {}}}
     read(True, response_format=schema, **part(), logprobs=True)
     read(True, **call(function={"name": "f"}))
+    read(True, messages=[{"role": "assistant", "function_call": {"name": "f"}}])
     page = PAGE.read_text(encoding="utf-8")
     rows = page.partition("### Fields of objects in a body")[2].partition("\n###")[0]
     assert sorted(re.findall(r"`([a-z_\[\].]+\.[a-z_\[\].]+)`", rows)) == sorted(name for name in taken if "." in name)

@@ -1,10 +1,14 @@
 """Read the messages of a chat. The chat template gets them with all their keys."""
 
+import json
 from typing import Any
+
+import orjson
 
 from ...errors import type_name
 from .errors import refused
 from .json_object import JsonObject
+from .unread_fields import log_once
 
 LONGEST_ARGUMENTS = 2**18    # characters; parsing them holds the interpreter's lock for tens of milliseconds
 
@@ -27,6 +31,8 @@ def _message(given: Any, path: str) -> dict[str, Any]:
     content = message.take("content", (str, list))
     for number, call in enumerate(message.take("tool_calls", list, [])):
         _check_call(_element(call, f"{path}.tool_calls[{number}]"))
+    if (function := message.object("function_call")) is not None:     # OpenAI's older form
+        _check_arguments(function)
     if type(content) is list:
         return {**given, "content": "".join(_text(_element(part, f"{path}.content[{number}]"))
                                             for number, part in enumerate(content))}
@@ -62,8 +68,28 @@ def _check_call(call: JsonObject) -> None:
         raise call.refused("function", "missing; expected an object with name and arguments")
     if not function.take("name", str):
         raise function.refused("name", "missing or empty; expected a string")
+    _check_arguments(function)
+    call.take("id", str)
+
+
+def _check_arguments(function: JsonObject) -> None:
+    """Refuse JSON that is no object. Templates get a string that is not JSON as it is; the first one is logged."""
     arguments = function.take("arguments", (str, dict))
-    if type(arguments) is str and len(arguments) > LONGEST_ARGUMENTS:
+    if type(arguments) is not str:
+        return
+    if len(arguments) > LONGEST_ARGUMENTS:
         raise function.refused("arguments", f"got {len(arguments):,} characters; expected at most "
                                             f"{LONGEST_ARGUMENTS:,}")
-    call.take("id", str)
+    try:
+        parsed = orjson.loads(arguments)
+    except ValueError:
+        try:                                 # what orjson does not read: half a surrogate pair, deep lists, NaN
+            parsed = json.loads(arguments)
+            json.dumps(parsed, allow_nan=False)
+        except (json.JSONDecodeError, RecursionError):
+            log_once("the arguments of a tool call", "the template gets it as it is", "is not JSON")
+            return
+        except ValueError:
+            raise function.refused("arguments", "got JSON with NaN or an infinite number; expected JSON") from None
+    if not isinstance(parsed, dict):
+        raise function.refused("arguments", f"got JSON of type {type_name(parsed)}; expected the JSON of an object")

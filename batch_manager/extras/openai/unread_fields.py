@@ -149,12 +149,12 @@ def is_unread(name: str, value: object, is_chat: bool) -> bool:
     return True
 
 
-def log_once(name: str, what: str) -> None:
-    """Log that a value of a field has no effect. `what` is what happens instead."""
+def log_once(name: str, what: str, fact: str = "has no effect") -> None:
+    """Log a fact of a value of a field. `what` is what happens instead."""
     if name not in _logged:
         _logged.add(name)
-        log.warning("a request to the OpenAI service has a value of %s that has no effect: %s; this is logged once",
-                    name, what)
+        log.warning("a request to the OpenAI service has a value of %s that %s: %s; this is logged once", name, fact,
+                    what)
 
 
 def _is_one_of(value: object, values: list[Any]) -> bool:
