@@ -23,11 +23,16 @@ DEFAULT_CPU_POOL_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The size of the KV cache pool: num_blocks blocks of block_bytes bytes. `reason` explains the size in the log."""
+    """The size of the KV cache pool: num_blocks blocks of block_bytes bytes.
+
+    reason            explains the size in the log
+    set_aside_bytes   bytes that are left for the buffers of one step
+    """
 
     num_blocks: int
     block_bytes: int
     reason: str
+    set_aside_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -63,7 +68,8 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     """
     size, fraction = config.tokens_per_block, config.free_gpu_memory_fraction
     after_weights = free_bytes
-    free_bytes -= min(step_bytes, free_bytes // 2)
+    set_aside = min(step_bytes, free_bytes // 2)
+    free_bytes -= set_aside
     share_bytes = int(free_bytes * fraction)
     kind = "GPU" if on_gpu else "host"
     share = f"{fraction:g} of {_mib(free_bytes)} free {kind} memory"
@@ -96,7 +102,7 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
             ", ".join([*ways, "or free memory"]) if ways else "free memory, or use a smaller model or dtype")
     return MemoryPlan(wanted, block_bytes, (
         f"KV cache of {counted(wanted, 'block')} of {counted(size, 'token')}, {counted(wanted * size, 'token')}, "
-        f"{_mib(wanted * block_bytes)}: {reason}"))
+        f"{_mib(wanted * block_bytes)}: {reason}"), set_aside)
 
 
 def _mib(num_bytes: int) -> str:

@@ -64,6 +64,15 @@ def _choice(params: TrtGptModelOptionalParams, device: torch.device, attention_f
     return ""
 
 
+def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """Return why no model of this spec and data type runs as compiled code; "" if it may."""
+    if dtype not in TYPES:
+        return f"it computes in {dtype}, not in {' or '.join(map(str, TYPES))}"
+    if spec.head_size > LARGEST_HEAD:
+        return f"its head_size is {spec.head_size}, above {LARGEST_HEAD}"
+    return ""
+
+
 def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
                  sink: int, threads: int) -> CompiledStep:
     """Return the compiled form of a model's forward, after a check that its results on one step agree with torch's.
@@ -73,10 +82,8 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
     Mutates   block 0 of the KV cache pool, used for the comparison
     Raises    NotRecordableError, with the reason why the model runs in torch
     """
-    if loaded.dtype not in TYPES:
-        raise NotRecordableError(f"it computes in {loaded.dtype}, not in {' or '.join(map(str, TYPES))}")
-    if spec.head_size > LARGEST_HEAD:
-        raise NotRecordableError(f"its head_size is {spec.head_size}, above {LARGEST_HEAD}")
+    if obstacle := obstacle_of_model(spec, loaded.dtype):
+        raise NotRecordableError(obstacle)
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
     with torch.inference_mode():
         recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)

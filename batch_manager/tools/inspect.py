@@ -28,8 +28,8 @@ from ..models.registry import is_shipped
 from ..runtime.device import device_name, free_memory, named_device, num_multiprocessors, resolve_device
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
-from ..runtime.native_backend import step_bytes
-from ..runtime.step_compilation import obstacle_to_compiling
+from ..runtime.native_backend import refuse_too_many_slots, step_bytes
+from ..runtime.step_compilation import obstacle_of_model, obstacle_to_compiling
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
@@ -47,7 +47,8 @@ OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_n
 PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
 # Advice on parameters that are no options of this program, or that have another form here.
 REWORDED = (('device="cpu", and num_threads to limit its threads', "--device cpu"), ('device="cpu"', "--device cpu"),
-            ("leave device unset", "leave --device out"), (", or pass load_format='dummy' for random weights", ""))
+            ("leave device unset", "leave --device out"), (", or pass load_format='dummy' for random weights", ""),
+            ("max_num_sequences, or max_batch_size if max_num_sequences is unset", "max_batch_size"))
 STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "triton": "Triton's kernels"}
 
 
@@ -85,6 +86,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     obstacle = "" if with_triton else f"{spec.architecture} runs through transformers"
     if implementation == NATIVE and not with_triton:
         obstacle = obstacle_to_compiling(params, target, None)
+        if not obstacle and (reason := obstacle_of_model(spec, resolved_dtype)):
+            obstacle = f"{model_class.__name__} cannot be compiled: {reason}"
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
     weights = checkpoint.weights(torch.device("cpu"), resolved_dtype)
@@ -104,6 +107,9 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     longest = max_seq_len or spec.max_position_embeddings
     plan = plan_memory(kv, block_bytes=one_block, free_bytes=max(free_bytes - weight_bytes, 0), step_bytes=set_aside,
                        on_gpu=target.type != "cpu", max_seq_len=longest, max_num_sequences=params.max_batch_size)
+    # On a CPU, memory that is stated is that of the machine to plan for.
+    refuse_too_many_slots(params.max_batch_size,
+                          free_bytes if target.type == "cpu" else free_memory(torch.device("cpu")))
     lengths, length = [], longest
     while length >= min(SHORTEST_CONTEXT, longest):
         lengths.append(length)
@@ -124,6 +130,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "num_weights": stored, "stored_types": stored_types,
         "weight_bytes": weight_bytes, "embedding_copy_bytes": copied * resolved_dtype.itemsize,
         "free_bytes": free_bytes, "step_bytes": set_aside,
+        "set_aside_bytes": plan.set_aside_bytes,
         "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
         "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
@@ -155,6 +162,9 @@ def described(facts: dict[str, Any]) -> str:
         + ("the tensors match the model" if facts["tensors_are_checked"] else
            "the tensors are checked only when the model is loaded"),
         f"  one step       at most {size(facts['step_bytes'])}",
+        *([f"                 only {size(facts['set_aside_bytes'])} are set aside, half of the free memory. A step of "
+           "this size may not fit: lower --max-num-tokens or --max-batch-size"]
+          if facts["set_aside_bytes"] < facts["step_bytes"] else []),
         f"  KV cache       {size(facts['pool_bytes'])}, {facts['num_blocks']:,} blocks of {facts['tokens_per_block']} "
         f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)",
         f"  free memory    {size(facts['free_bytes'])} before the weights are loaded", "",

@@ -42,7 +42,7 @@ def gguf_file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
 def test_it_says_what_an_engine_then_has(kind, dtype, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
     facts = inspect_model(path, device="cpu", dtype=dtype, max_seq_len=256)
@@ -53,6 +53,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
         assert (facts["vocab_size"], tuple(facts["end_ids"])) == (info.vocab_size, info.end_ids)
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
+        assert facts["not_compiled"] == info.not_compiled
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:
@@ -141,6 +142,13 @@ def test_the_command_prints_text_or_json(capsys):
     assert json.loads(capsys.readouterr().out)["num_layers"] == 4
 
 
+def test_a_step_that_may_not_fit_is_told(capsys):
+    facts = inspect_model(MODEL, device="cpu", max_num_tokens=10**9, free_bytes=4 << 30)
+    assert facts["step_bytes"] > facts["set_aside_bytes"] == (facts["free_bytes"] - facts["weight_bytes"]) // 2
+    assert "are set aside" in described(facts)
+    assert "are set aside" not in described(inspect_model(MODEL, device="cpu", free_bytes=4 << 30))
+
+
 @pytest.mark.parametrize(("change", "options", "fact"), [
     ({"architectures": ["UnheardOfForCausalLM"]}, [], "UnheardOfForCausalLM"),
     ({"num_hidden_layers": "four"}, [], "num_hidden_layers"),
@@ -150,6 +158,8 @@ def test_the_command_prints_text_or_json(capsys):
     ({}, ["--free-memory-bytes", "1000000"], "do not fit"),
     ({}, ["--free-memory-bytes", "20000000"], "the KV cache needs"),
     ({}, ["--max-seq-len", "4096"], "max_seq_len is 4,096"),
+    ({}, ["--max-batch-size", "99999999999", "--free-memory-bytes", "4000000000"],
+     "the state of 99,999,999,999 sequences takes"),
     (None, [], "model.safetensors"),
 ])
 def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, change, options, fact):
