@@ -22,6 +22,8 @@ pytest.importorskip("starlette", reason="starlette is not installed: the OpenAI 
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
 pytest.importorskip("torch")
 
+from batch_manager.errors import ConfigError  # noqa: E402
+from batch_manager.extras.openai import application  # noqa: E402
 from batch_manager.extras.openai.responses import LARGEST_BODY  # noqa: E402
 from batch_manager.extras.openai.server import FewAlike  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
@@ -74,6 +76,16 @@ def test_the_table_of_routes_is_that_of_the_application():
               for method in route.methods - {"HEAD"}]
     page = SERVER.with_suffix(".md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(GET|POST) (/\S*)` \|", page, re.M)) == sorted(routes)
+
+
+def test_allowed_origins_are_those_that_browsers_send():
+    for origin, sent in (("HTTPS://Example.ORG:443", "https://example.org"), ("http://a.org:80", "http://a.org"),
+                         ("http://a.org:8080", "http://a.org:8080"), ("http://[::1]:080", "http://[::1]"), ("*", "*")):
+        assert application.normal_origin(origin) == sent
+    for origin in ("https://*.org", "https://a.org/", "a.org", "https://a.org:99999", "https://u@a.org", "null",
+                   "https://a.org:", "https://a..org", ""):
+        with pytest.raises(ConfigError, match="the allowed origin is"):
+            application.normal_origin(origin)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +234,8 @@ def test_errors_have_openais_shape_and_class(client, server):
     for body in ({"presence_penalty": "much"}, {"logprobs": 21}, {"extra_body": {"banana": 1}}):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="austen", prompt="x", **body)
-    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/health/", 404), ("POST", "/v1/completions/", 404),
+                                 ("GET", "/v1/completions", 405)):
         answer = httpx.request(method, server.url + path)
         assert answer.status_code == status and answer.headers.get("allow") == ("POST" if status == 405 else None)
         assert re.search("there is no route .*; the routes are POST /v1/completions, .*GET /metrics",
@@ -231,6 +244,9 @@ def test_errors_have_openais_shape_and_class(client, server):
     assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", content=b" " * (LARGEST_BODY + 1))
     assert answer.status_code == 413 and "the body is larger than" in answer.json()["error"]["message"]
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000000\r\n\r\n")
+        assert b" 413 " in connection.recv(100), "the body was not sent"
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
 
@@ -421,6 +437,7 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     ("--drain-seconds", "-5", "--drain-seconds is -5.0; expected at least 0; 0 ends running requests at once"),
     ("--keep-alive-seconds", "0", "--keep-alive-seconds is 0; expected 1 to 86400"),
     ("--allowed-origins", "https://example.org/", "leave out the path and the final slash"),
+    ("--allowed-origins", "https://*.org", "name each host"), ("--served-model-name", "", "served_model_name is empty"),
     ("--model", "another", "2 models were given; expected one folder or .gguf file"),
     ("--host", "nowhere.invalid", "pass another --host"),
     ("--host", "a" * 70, "pass another --host"),

@@ -31,7 +31,9 @@ from .service import OpenAIService
 
 SECONDS_BETWEEN_TRIMS = 1.0
 M_ARENA_MAX = -8     # of glibc's malloc.h
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+# Scheme, host (a name, an IPv4 or a bracketed IPv6 address) and port.
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?", re.I)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
@@ -43,14 +45,13 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     allowed_origins    origins such as `https://example.org` whose pages may call the server from a browser; `*`: all
     params             fields of TrtGptModelOptionalParams
 
-    Raises ConfigError for an origin that is none.
+    Raises ConfigError for an origin that is none, and for an empty name.
     """
+    if served_model_name == "":
+        raise ConfigError("served_model_name is empty", "expected the name that clients use",
+                          "leave it out to use the name of the folder or file")
     names = [served_model_name or os.path.basename(os.path.abspath(model))]
-    for origin in allowed_origins:
-        if not _ORIGIN.fullmatch(origin):
-            raise ConfigError(f"the allowed origin is {origin!r:.200}",
-                              "expected a scheme and a host, such as https://example.org, or *",
-                              "leave out the path and the final slash")
+    origins = [normal_origin(origin) for origin in allowed_origins]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -72,15 +73,30 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         finally:
             await engine.close(drain=False)      # uvicorn has already waited for the connections
 
-    cors = Middleware(CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["GET", "POST"],
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                       allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
-    return Starlette(lifespan=lifespan, routes=[
+    app = Starlette(lifespan=lifespan, routes=[
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
         Route("/health", health), Route("/metrics", metrics),
     ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
-        middleware=[Middleware(without_stack), *([cors] if allowed_origins else [])])
+        middleware=[Middleware(without_stack), *([cors] if origins else [])])
+    app.router.redirect_slashes = False      # a redirect is no error in OpenAI's format
+    return app
+
+
+def normal_origin(origin: str) -> str:
+    """Return an origin as browsers send it: in lower case, without the scheme's default port. Raises ConfigError."""
+    if origin == "*":
+        return origin
+    found = _ORIGIN.fullmatch(origin)
+    if found is None or int(found[3] or 0) > 65535:
+        raise ConfigError(f"the allowed origin is {origin!r:.200}",
+                          "expected a scheme and a host, such as https://example.org, with a port if it is not the "
+                          "scheme's own, or *", "leave out the path and the final slash, and name each host")
+    scheme, host, port = found[1].lower(), found[2].lower(), int(found[3] or 0)
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
 
 
 def use_one_heap() -> None:

@@ -90,12 +90,15 @@ def error_response(error: OpenAIError) -> Response:
 
 
 async def _body_of(request: Request, service: OpenAIService) -> bytes:
-    body = bytearray()
+    length, body = request.headers.get("content-length", ""), bytearray()
+    too_large = OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
+    if length.isdecimal() and int(length[:20]) > LARGEST_BODY:       # before the client has sent it
+        raise too_large
     async for piece in request.stream():
         body += piece
         if len(body) > LARGEST_BODY:
             service.has_freed_much = True
-            raise OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
+            raise too_large
     return bytes(body)
 
 
