@@ -18,7 +18,7 @@ READ: Mapping[str, frozenset[str]] = {
         "model")),    # truncation and padding are switched off
     "tokenizer_config.json": frozenset((
         *SPECIAL_TOKENS, "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template",
-        "clean_up_tokenization_spaces", "split_special_tokens",
+        "clean_up_tokenization_spaces", "split_special_tokens", "tokenizer_class",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")),
     "special_tokens_map.json": frozenset((*SPECIAL_TOKENS, "additional_special_tokens", "extra_special_tokens")),
     "generation_config.json": frozenset(("eos_token_id",)),
@@ -27,7 +27,7 @@ READ: Mapping[str, frozenset[str]] = {
 # File -> keys that change neither token ids nor text, or that only say how transformers computes the same tokens.
 WITHOUT_EFFECT: Mapping[str, frozenset[str]] = {
     "tokenizer_config.json": frozenset((
-        "add_bos_token", "add_eos_token", "tokenizer_class", "processor_class", "model_max_length", "max_len",
+        "add_bos_token", "add_eos_token", "processor_class", "model_max_length", "max_len",
         "padding_side", "truncation_side", "model_input_names", "name_or_path", "tokenizer_file", "vocab_file",
         "merges_file", "special_tokens_map_file", "init_inputs", "backend", "files_loaded", "is_local",
         "local_files_only", "verbose", "trust_remote_code", "sp_model_kwargs", "spaces_between_special_tokens",

@@ -241,3 +241,15 @@ def test_a_model_logs_the_keys_of_its_generation_config_once(tmp_path, caplog):
         _usable_end_ids(open_checkpoint(MODEL), 4096)
     (record,) = caplog.records
     assert record.args[2] == "do_sample, temperature, top_k"
+
+
+@pytest.mark.parametrize("name, config, differs", [
+    ("byte level", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, True),
+    ("byte level", {"tokenizer_class": "Qwen2TokenizerFast"}, True),
+    ("byte level", {"tokenizer_class": "LlamaTokenizerFast"}, False), ("byte level", {}, False),
+    ("llama", {"tokenizer_class": "LlamaTokenizer"}, True), ("llama", {}, False)])
+def test_a_class_that_changes_ids_is_logged(tmp_path, caplog, name, config, differs):
+    folder = write(tmp_path / "model", name, {CONFIG: config})
+    with caplog.at_level(logging.WARNING, "batch_manager"):
+        load_tokenizer(folder)
+    assert [config["tokenizer_class"].removesuffix("Fast") in each.args for each in caplog.records] == [True] * differs
