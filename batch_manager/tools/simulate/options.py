@@ -185,7 +185,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     for name in searches:
         for other in ("sweep", "concurrency", "trace", *(
                 ("request_rate", "find_replicas") if name == "find_saturation" else ())):
-            if getattr(options, other) not in (None, []):
+            if (value := getattr(options, other)) is not None and value is not False and value != []:
                 first, second = (f"--{each.replace('_', '-')}" for each in (name, other))
                 parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
     if not searches and (options.slo_share != parser.get_default("slo_share")
