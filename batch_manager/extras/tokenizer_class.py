@@ -18,8 +18,8 @@ def log_other_class(tokenizer: Any, class_name: Any, config: dict[str, Any], mod
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     name = str(class_name).removesuffix("Fast")
-    if name != _CLASSES.get(model_type, name):
-        return
+    if model_type is not None and name != _CLASSES.get(model_type):
+        return                         # for most other types, transformers takes tokenizer.json as it is
     normalizer, prefix = None, config.get("add_prefix_space")
     if name == "LlamaTokenizer":
         scheme = "never" if prefix not in (None, True) else "always" if config.get("legacy") else "first"
