@@ -56,7 +56,6 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         use_one_heap()
-        app.state.num_open_calls = 0
         cache = KvCacheConfig(enable_block_reuse=block_reuse)
         statistics = app.state.statistics = PrometheusStatistics(names[0])
         engine = await AsyncEngine.start(
@@ -67,7 +66,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
             service.prepare()
             gc.collect()                         # a later run of the garbage collector stops all streams, and need not
             gc.freeze()                          # visit what the libraries have made: 0.1 s
-            trimming = asyncio.ensure_future(trim_after_large_calls(app))
+            trimming = asyncio.ensure_future(trim_after_large_calls(service))
             yield
             trimming.cancel()
         finally:
@@ -108,16 +107,13 @@ def use_one_heap() -> None:
         set_option(M_ARENA_MAX, 1)
 
 
-async def trim_after_large_calls(app: Starlette) -> None:
+async def trim_after_large_calls(service: OpenAIService) -> None:
     """Return freed memory to the system after calls with large bodies or many outputs. The C library would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)       # of glibc
-    service = app.state.service
     while trim is not None:
         await asyncio.sleep(SECONDS_BETWEEN_TRIMS)
         if service.has_freed_much:
             service.has_freed_much = False
-            if not app.state.num_open_calls:     # with the objects of calls, it would take long
-                gc.collect()
             await asyncio.to_thread(trim, 0)
 
 
@@ -125,7 +121,6 @@ def without_stack(app: ASGIApp) -> ASGIApp:
     """ASGI middleware for a start that fails with a BatchManagerError.
 
     The server logs the text of the error without a stack trace. The middleware sets `app.state.is_refused` to True.
-    It also counts the calls that are not over, in `app.state.num_open_calls`.
     """
     async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_text(message: Message) -> None:
@@ -134,15 +129,7 @@ def without_stack(app: ASGIApp) -> ASGIApp:
                 scope["app"].state.is_refused = True
             await send(message)
 
-        if scope["type"] == "lifespan":
-            await app(scope, receive, send_text)
-            return
-        state = scope["app"].state
-        state.num_open_calls += 1
-        try:
-            await app(scope, receive, send)
-        finally:
-            state.num_open_calls -= 1
+        await app(scope, receive, send_text if scope["type"] == "lifespan" else send)
     return asgi
 
 
