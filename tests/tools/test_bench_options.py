@@ -36,7 +36,7 @@ def test_a_command_line_of_the_original_is_taken():
         "--engine_dir", "/models/m", "--dataset", "d.json", "--type", "UIFB", "--scheduler_policy=max_utilization",
         "--max_num_sequences", "64", "--max_tokens_in_paged_kvcache", "4096", "--kv_cache_free_gpu_mem_fraction", "0.5",
         "--enable_trt_overlap=true", "--enable_chunked_context=false", "--enable_kv_cache_reuse", "--streaming=true",
-        "--max_batch_size", "16", "--max_num_tokens", "1024", "--request_rate", "0", "--eos_id", "2", "--pad_id", "0",
+        "--max_batch_size", "16", "--max_num_tokens", "1024", "--request_rate", "-1", "--eos_id", "2", "--pad_id", "0",
         "--max_num_samples", "5", "--exclude_input_in_output_seq=0", "--first_batch_delay", "20", "--warm_up", "0",
         "--static_emulated_batch_size", "4", "--static_emulated_timeout", "100", "--max_prompt_len", "9",
         "--log_level", "verbose", "--return_context_logits", "--max_attention_window", "128", "--random_seed", "1"])

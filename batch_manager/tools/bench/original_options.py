@@ -30,7 +30,7 @@ DIFFERENCES = {
     "exclude_input_in_output_seq": "default: on",
     "warm_up": "full batches with their own prompts (default: 1), not copies of the first sample (2)",
     "request_rate": "a Poisson process unless --delays is constant; default: the arrival times of the workload; "
-                    "all at once: 0, not -1",
+                    "all at once: 0, or -1 under this name",
     "enable_exp_delays": "on by default: --delays exponential; =false is --delays constant",
     "random_seed": "default: 0",
     "log_level": "default: warning",
@@ -61,6 +61,7 @@ REFUSED = {
     "cuda-graph-cache-size": "the number of graphs is not limited",
 }
 VALUES = {"--enable-exp-delays": "--delays=exponential", "--no-enable-exp-delays": "--delays=constant"}
+ALL_AT_ONCE = ["--request_rate", "-1"]        # the original's default; --request-rate, of this program, has 0 for it
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -73,10 +74,12 @@ def rewritten(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
     """
     flags = {option for action in parser._actions if action.nargs == 0 for option in action.option_strings}
     out = []
-    for argument in argv:
+    for before, argument in zip(["", *argv], argv):
         if not argument.startswith("--"):
-            out.append(argument)
+            out.append("0" if [before, argument] == ALL_AT_ONCE else argument)
             continue
+        if argument == "=".join(ALL_AT_ONCE):
+            argument = "--request-rate=0"
         name, equals, value = argument.partition("=")
         name = _own_name(name.replace("_", "-"))
         if reason := REFUSED.get(name.removeprefix("--")):
