@@ -22,6 +22,7 @@ from .datasets import (
     selection_of,
 )
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
+from .datasets.samples import SAMPLE_ROWS
 from .datasets.synthetic import ChatShape, TraceShape, sample_arrivals, sample_conversations
 from .datasets.writing import TRACE_LINES, check_writable, dataset_text, write_file
 from .drawn_workload import (
@@ -45,7 +46,6 @@ from .shared_options import (
 
 WORKLOAD_FORMS = ("workload", "dataset")
 AS_HELP = "workload: for batch-manager bench; dataset: for gptManagerBenchmark, {metadata, samples} (workload)"
-SAMPLE_ROWS = 1000
 FORMATS_HELP = "".join(["\n\nformats of FILE:\n",
                         *(f"  {name:10} {meaning}\n" for name, meaning in FORMATS.items())])
 DATASET_HELP = f"""Texts and a tokenizer, or token ids.

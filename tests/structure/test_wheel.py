@@ -106,10 +106,6 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
     assert held == sources | kernels
     assert "batch_manager/triton_kernels/__init__.py" in held
     assert "batch_manager/py.typed" in wheel
-    for kind in ("*.jsonl", "*.csv"):
-        data = {f"batch_manager/{path.relative_to(REPOSITORY / 'batch_manager').as_posix()}"
-                for path in (REPOSITORY / "batch_manager").rglob(kind)}
-        assert data == {name for name in wheel if name.endswith(kind[1:])} != set()
     compiled_here = {path.name for path in (REPOSITORY / "triton_kernels/cpu/native").glob("*.[ch]")}
     page = {f"batch_manager/tools/draw/page/{path.name}"
             for path in (REPOSITORY / "batch_manager/tools/draw/page").iterdir()}
@@ -119,7 +115,7 @@ def test_a_wheel_holds_every_source_file_and_the_typing_marker(wheel):
 
 def test_a_wheel_has_no_other_files(wheel):
     """A wheel has no tests, no examples and no files that a run created."""
-    known = (".py", "py.typed", ".c", ".h", ".jsonl", ".csv", ".js", ".css", ".html")
+    known = (".py", "py.typed", ".c", ".h", ".js", ".css", ".html")
     assert {name for name in wheel if ".dist-info/" not in name and not name.endswith(known)} <= LIBRARIES
     metadata = {name.partition(".dist-info/")[2] for name in wheel if ".dist-info/" in name}
     assert metadata == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}

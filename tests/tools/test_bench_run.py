@@ -163,7 +163,7 @@ def test_the_meter_counts_its_own_processes():
     assert meter.cpu.keys() == CPU_KEYS and meter.peak_rss_mb > 10 and meter.cpu["own_cores"] > 0
 
 
-@pytest.mark.parametrize("name", ["bench.__main__", "benchmark", "host_bench", "host_benchmark", "workload"])
+@pytest.mark.parametrize("name", ["bench.__main__", "host_bench", "workload"])
 def test_help_does_not_import_torch(name):
     code = (f"import sys\nfrom importlib import import_module\ntry:\n"
             f"    import_module('batch_manager.tools.{name}').main(['--help'])\n"
@@ -177,9 +177,9 @@ def test_the_program_serves_the_small_model(tmp_path):
     result_file = tmp_path / "result.json"
     (tmp_path / "four.json").write_text(json.dumps(FOUR_REQUESTS))
     result = subprocess.run(
-        [sys.executable, "-m", "batch_manager.tools.benchmark", "--model", str(SMALL_MODEL), "--workload",
-         str(tmp_path / "four.json"), "--num-threads", "1", "--max-batch-size", "2", "--dtype", "float32", "--kv-gib",
-         "0.01", "--device", "cpu", "--variant", "a label", "--out", str(result_file)],
+        [sys.executable, "-m", "batch_manager.tools.bench", "--report", "json", "--model", str(SMALL_MODEL),
+         "--workload", str(tmp_path / "four.json"), "--num-threads", "1", "--max-batch-size", "2", "--dtype", "float32",
+         "--kv-gib", "0.01", "--device", "cpu", "--variant", "a label", "--out", str(result_file)],
         capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     written = json.loads(result_file.read_text())

@@ -1,5 +1,6 @@
 """Arrivals that are written as a trace or a workload are read back unchanged, and generated traces are valid."""
 
+import hashlib
 import json
 from collections import Counter
 from statistics import fmean, median, pstdev
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from batch_manager.tools.datasets import DatasetError, read_arrivals, read_workload
 from batch_manager.tools.datasets.synthetic import ChatShape, TraceShape, sample_arrivals, sample_conversations
 from batch_manager.tools.datasets.writing import TRACE_LINES, dataset_text, write_file
-from batch_manager.tools.samples import SAMPLES
 from batch_manager.tools.traffic import PREFIX_TOKENS, Arrival
 from batch_manager.tools.workload import main
 
@@ -65,12 +65,14 @@ def test_a_workload_of_a_trace_and_a_dataset_of_that_workload_have_its_arrivals(
                     assert (again[i].prefix_ids[block] == again[j].prefix_ids[block]) == alike
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_shipped_sample_is_made_by_its_command_byte_for_byte(name, tmp_path, capsys):
+@pytest.mark.parametrize("name, digest", [
+    ("sample:azure", "7f8c048c66933322015d43bfff1995bdb9a03ba28c16f8b7a3c912acb643634a"),
+    ("sample:mooncake", "b67011150503aa9d2075c1175c20db1039a1bc18996bb6839ee0898b6ba97b3f")])
+def test_a_sample_has_the_bytes_that_figures_rest_on_and_its_command_writes_them(name, digest, tmp_path, capsys):
     made = tmp_path / "made"
     assert main(["sample-trace", "--as", name.partition(":")[2], "--out", str(made)]) == 0
-    assert made.read_bytes() == SAMPLES[name].read_bytes()
-    assert len(list(read_arrivals(name))) == 1000
+    assert hashlib.sha256(made.read_bytes()).hexdigest() == digest
+    assert list(read_arrivals(name)) == list(read_arrivals(made)) and len(list(read_arrivals(name))) == 1000
     capsys.readouterr()
 
 

@@ -21,15 +21,15 @@ from .summary import lines, sweep_table, table
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench", report: str = "table") -> int:
+def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench") -> int:
     """Run the program and return its exit status.
 
-    program, report   see `options.parse_options`
+    program   name of the program in messages
     """
     argv = [*(sys.argv[1:] if argv is None else argv)]
     if argv[:1] == ["--compare"]:
         return compare(argv[1:])
-    options = parse_options(argv, program=program, report=report)
+    options = parse_options(argv, program=program)
     logging.getLogger("batch_manager").setLevel(LOG_LEVELS[options.log_level])
     # torch reads this variable on import, for all of its threads. The manager's num_threads is applied later.
     os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))

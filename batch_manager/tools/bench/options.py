@@ -27,12 +27,10 @@ NEEDS = {"slo_share": "find_saturation", "max_probes": "find_saturation",
 OUTPUT_FILES = ("out", "output_csv", "requests_csv", "responses_json_file", "stats_csv", "trace")
 
 
-def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench",
-                  report: str = "table") -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-manager bench") -> argparse.Namespace:
     """Parse the options of a command line. An invalid option ends the program with a message and status 2.
 
     program   name of the program in messages
-    report    default of --report
     """
     parser = CommandParser(prog=program, description=ABOUT, epilog=f"{help_text()}\n\n{HOW_IT_ENDS}",
                            formatter_class=HelpFormatter,
@@ -41,7 +39,7 @@ def parse_options(argv: Sequence[str] | None = None, *, program: str = "batch-ma
     _add_engine(parser)
     _add_load(parser)
     _add_requests(parser)
-    _add_measuring(parser, report)
+    _add_measuring(parser)
     argv = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(rewritten(argv, parser))
     options.command = list(argv)
@@ -126,7 +124,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="non-streamed responses do not include the prompt (on)")
 
 
-def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
+def _add_measuring(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measuring and output").add_argument
     add("--warm-up", type=at_least(0), metavar="N", default=1,
         help="full batches of the run, of at most 1,024 requests, that are served before the measurement (1)")
@@ -141,8 +139,8 @@ def _add_measuring(parser: argparse.ArgumentParser, report: str) -> None:
         help="run N processes that compute without a pause during the run (0)")
     shared("--variant")
     shared("--out", "the result as JSON")
-    shared("--report", "a table, one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name value\"", report,
-           choices=("table", "json", "lines", "none"), default=report)
+    shared("--report", "a table, one line of JSON, or gptManagerBenchmark's lines \"[BENCHMARK] name value\"", "table",
+           choices=("table", "json", "lines", "none"), default="table")
     shared("--output-csv")
     shared("--requests-csv")
     add("--responses-json-file", type=Path, metavar="FILE", help="write the tokens of every request as JSON")

@@ -13,8 +13,8 @@ from .formats import open_records
 from .json_files import SESSION_KEYS
 from .prompts import BlockIds, PromptMaker
 from .records import Record, tokens_of
+from .samples import open_source
 from .selection import ReadReport, Selection, select
-from .source import Source
 
 SAMPLING = "greedy, ignore EOS, exactly max_tokens"
 BYTES_PER_TOKEN = 40       # in a list of Python integers
@@ -56,7 +56,7 @@ def read_records(path: str | os.PathLike, selection: Selection | None = None, *,
     Raises DatasetError for a turn of a session, whose prompt has answers that are not known.
     """
     report = ReadReport() if report is None else report
-    with Source(path) as source:
+    with open_source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
         for record in select(reader, selection or Selection(), report):
@@ -91,7 +91,7 @@ def read_workload(path: str | os.PathLike, selection: Selection | None = None, *
     selection = selection or Selection()
     report = ReadReport() if report is None else report
     prompts = PromptMaker(selection.seed, vocab_size)
-    with Source(path) as source:
+    with open_source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=vocab_size, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
         as_recorded = selection.keeps_all()

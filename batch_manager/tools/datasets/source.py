@@ -1,13 +1,10 @@
-"""Open a file of requests, peek at its first line, and read its lines or its whole text."""
+"""Peek at the first line of an open file of requests, and read its lines or its whole text."""
 
 import gzip
 import io
-import os
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
-from ..samples import SAMPLES
 from .errors import DatasetError
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -19,20 +16,14 @@ NOT_CUT = "write or download the file again"
 class Source:
     """Context manager for an open file or pipe, which may be compressed with gzip. Methods raise DatasetError.
 
-    path         path of the file, or the name of a sample trace of this package
+    name   name of the file, for messages
+    raw    the file, which this object closes
 
-    name         `path` as a string, for messages
     first_line   the first non-blank line, at most `LONGEST_LOOK` bytes; empty if all lines are blank
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.name = os.fspath(path)
-        try:
-            raw = Path(SAMPLES.get(self.name, path)).open("rb")
-        except OSError as error:
-            raise DatasetError(self.name, f"the file cannot be opened: {error.strerror or error}",
-                               f"expected a file of requests, or {' or '.join(SAMPLES)}",
-                               "correct the path") from None
+    def __init__(self, name: str, raw: io.BufferedReader) -> None:
+        self.name = name
         self._file: io.BufferedIOBase = raw
         try:
             if self._is_gzip(raw):

@@ -21,7 +21,7 @@ are compared. A dry run charges estimated times to the budgets, not elapsed time
 is reached.
 
 The folder PEERS may have `attention.py` (another attention kernel; see attention_peer.py). PEERS may also have results
-of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.benchmark.
+of other engines for the workload FOLDER/headline.json, in the format of batch_manager.tools.bench.
 
 Exit status 0: nothing failed, whether goals are met or not; 1: something failed; 2: nothing can be measured here.
 """

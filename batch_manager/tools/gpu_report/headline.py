@@ -74,7 +74,7 @@ def _against_results(bench: Bench, case: str, ours: float, spread: float,
 def peer_results(folder: Path | None, workload: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield (name, output tokens/s) of each result for this workload in `folder`, which has results of other engines.
 
-    The results are in the format of batch_manager.tools.benchmark.
+    The results are in the format of batch_manager.tools.bench.
     """
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         result = json.loads(path.read_text())
