@@ -5,8 +5,11 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -276,38 +279,97 @@ class CapturedGraph:
 
 
 class Readback:
-    """Copies tensors from the device to the host. Tensors of up to LARGE_READBACK_BYTES are joined into one copy.
+    """Copies of tensors on their way from the device to the host. `Readbacks.start` makes it.
 
-    is_reused   whether a later step, possibly launched before `wait`, overwrites the tensors
+    host     name -> tensor that has the copy after `buffer.copied`; for those not in `buffer`
+    layout   name -> (first byte, dtype, shape) of each tensor in `buffer`
     """
 
-    def __init__(self, device: torch.device, tensors: dict[str, torch.Tensor], is_reused: bool = False) -> None:
-        self._device, self._done = device, None
-        if device.type == "cpu":
-            self._host = {name: tensor.clone() for name, tensor in tensors.items()} if is_reused else tensors
-            return
+    def __init__(self, readbacks: "Readbacks", host: dict[str, torch.Tensor], buffer: "_ReadbackBuffer | None" = None,
+                 layout: Mapping[str, tuple[int, torch.dtype, torch.Size]] = MappingProxyType({}),
+                 num_bytes: int = 0) -> None:
+        self._readbacks, self._host, self._buffer = readbacks, host, buffer
+        self._layout, self._num_bytes = layout, num_bytes
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """Wait for the copies and return name -> array. Releases the GIL. Raises the same exceptions as `on_device`.
+
+        Later readbacks do not change the arrays.
+        """
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            with on_device(self._readbacks.device):
+                buffer.copied.synchronize()
+            found = buffer.memory[: self._num_bytes].clone()
+            self._readbacks.free(buffer)
+            for name, (start, dtype, shape) in self._layout.items():
+                stop = start + shape.numel() * dtype.itemsize
+                self._host[name] = found[start:stop].view(dtype).view(shape)
+        return {name: tensor.numpy() for name, tensor in self._host.items()}
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _ReadbackBuffer:
+    """Pinned memory for one readback at a time, and the event after the copies of this readback."""
+
+    memory: torch.Tensor
+    copied: torch.cuda.Event
+
+
+class Readbacks:
+    """Copies tensors from the device to the host. Tensors of up to LARGE_READBACK_BYTES are joined into one copy.
+
+    That copy goes to a pinned buffer with an event of its own. `Readback.wait` copies the results out of the buffer,
+    which only then is used again. There are as many buffers as readbacks were in flight at the same time. Larger
+    tensors are copied to pinned memory of their own. A readback without a wait takes its buffer along when it is
+    dropped: torch gives the memory to another tensor only after the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[_ReadbackBuffer] = []
+        self._buffers: WeakSet[_ReadbackBuffer] = WeakSet()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Number of bytes of the buffers; 0 on a CPU."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def start(self, tensors: dict[str, torch.Tensor], is_reused: bool = False) -> Readback:
+        """Queue copies of the tensors after the work launched so far. On a CPU the arrays share the tensors' memory.
+
+        is_reused   whether a later step, possibly launched before `Readback.wait`, overwrites the tensors
+        """
+        if self.device.type == "cpu":
+            return Readback(self, {name: tensor.clone() for name, tensor in tensors.items()} if is_reused else tensors)
         # Large elements first, so that each tensor starts at a multiple of its element size.
         small = sorted((name for name, tensor in tensors.items() if tensor.nbytes <= LARGE_READBACK_BYTES),
                        key=lambda name: -tensors[name].element_size())
-        parts = [tensors[name].reshape(-1).view(torch.uint8) for name in small]
-        block = _fetch(parts[0] if len(parts) == 1 else torch.cat(parts)) if small else None
-        self._host, start = {}, 0
-        for name, tensor in tensors.items():
-            if name not in small:
-                self._host[name] = _fetch(tensor)
+        layout, stop = {}, 0
         for name in small:
-            tensor, stop = tensors[name], start + tensors[name].nbytes
-            self._host[name], start = block[start:stop].view(tensor.dtype).view(tensor.shape), stop
-        # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
-        self._done = torch.cuda.Event(blocking=True)
-        self._done.record(torch.cuda.current_stream(device))
+            layout[name] = stop, tensors[name].dtype, tensors[name].shape
+            stop += tensors[name].nbytes
+        buffer = self._buffer_of(stop)
+        host = {name: _fetch(tensor) for name, tensor in tensors.items() if name not in layout}
+        if small:
+            parts = [tensors[name].reshape(-1).view(torch.uint8) for name in small]
+            buffer.memory[:stop].copy_(parts[0] if len(parts) == 1 else torch.cat(parts), non_blocking=True)
+        buffer.copied.record(torch.cuda.current_stream(self.device))
+        return Readback(self, host, buffer, layout, stop)
 
-    def wait(self) -> dict[str, np.ndarray]:
-        """Wait for the copies and return name -> array. Releases the GIL. Raises the same exceptions as `on_device`."""
-        if self._done is not None:
-            with on_device(self._device):
-                self._done.synchronize()
-        return {name: tensor.numpy() for name, tensor in self._host.items()}
+    def free(self, buffer: _ReadbackBuffer) -> None:
+        """Use a buffer again. Its contents have been read."""
+        self._free.append(buffer)
+
+    def _buffer_of(self, num_bytes: int) -> _ReadbackBuffer:
+        if self._free:
+            buffer = self._free.pop()
+            if buffer.memory.nbytes >= num_bytes:
+                return buffer
+        # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
+        buffer = _ReadbackBuffer(pinned((max(1 << 16, 2 * num_bytes),), torch.uint8), torch.cuda.Event(blocking=True))
+        self._buffers.add(buffer)
+        return buffer
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:

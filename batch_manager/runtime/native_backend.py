@@ -49,6 +49,7 @@ from .block_tables import BlockTables
 from .device import (
     AllocatedMemory,
     Readback,
+    Readbacks,
     Uploads,
     device_name,
     finish_stream,
@@ -289,7 +290,7 @@ class NativeBackend:
         self._num_operations = 0                  # device operations done so far
         self._pool, self._host_pool = pool, host_pool
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
-        self._uploads, self._own_stages = Uploads(device), tuple(own_stages)
+        self._uploads, self._readbacks, self._own_stages = Uploads(device), Readbacks(device), tuple(own_stages)
         self._allocated = AllocatedMemory(device)
         # On the default stream, steps and other GPU work of the process would wait for each other.
         self._stream = make_stream(device)
@@ -308,9 +309,9 @@ class NativeBackend:
         if is_plain:
             with on_device(device, self._stream), torch.inference_mode():
                 self._plain_steps = PlainSteps(
-                    self._runner, attention, self._decoder, self._tables, self._uploads, device, num_slots=num_slots,
-                    max_beam_width=max_beam_width, max_seq_len=max_seq_len, tokens_per_block=tokens_per_block,
-                    mixed_sizes=graph_sizes)
+                    self._runner, attention, self._decoder, self._tables, self._uploads, self._readbacks, device,
+                    num_slots=num_slots, max_beam_width=max_beam_width, max_seq_len=max_seq_len,
+                    tokens_per_block=tokens_per_block, mixed_sizes=graph_sizes)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend.
@@ -355,7 +356,7 @@ class NativeBackend:
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(gpu=self._allocated.num_bytes(), cpu=self._host_bytes,
-                           pinned=self._pinned_bytes + self._uploads.pinned_bytes)
+                           pinned=self._pinned_bytes + self._uploads.pinned_bytes + self._readbacks.pinned_bytes)
 
     def figures(self) -> dict[str, int]:
         """Return the backend's own statistics.
@@ -377,7 +378,8 @@ class NativeBackend:
             release_helpers(self)
             self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
             self._host_pool = ()
-            self._uploads, self._host_bytes, self._pinned_bytes = Uploads(self._device), 0, 0
+            self._uploads, self._readbacks = Uploads(self._device), Readbacks(self._device)
+            self._host_bytes = self._pinned_bytes = 0
             release_memory(self._device)
             self._allocated = AllocatedMemory(self._device)
 
@@ -556,7 +558,7 @@ class NativeBackend:
             else:
                 sampled = self._decoder.sample_largest(*largest, rows)
             tensors |= sampled.tensors()
-        readback = Readback(self._device, tensors)
+        readback = self._readbacks.start(tensors)
         if sampled is not None:
             self._decoder.keep(sampled)
         return NativeStep(batch, self.info.vocab_size, sampled, readback, first.context_logits)

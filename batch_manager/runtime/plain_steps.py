@@ -21,7 +21,7 @@ from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
 from ..handover import ScheduledBatch, StepOutput
 from ..triton_kernels import dispatch
 from .block_tables import BlockTables
-from .device import Readback, Uploads
+from .device import Readback, Readbacks, Uploads
 from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
 from .graphs import Graphs
 from .model_runner import ModelRunner
@@ -57,10 +57,10 @@ class PlainSteps:
     """
 
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
-                 uploads: Uploads, device: torch.device, *, num_slots: int, max_beam_width: int, max_seq_len: int,
-                 tokens_per_block: int, mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
+                 uploads: Uploads, readbacks: Readbacks, device: torch.device, *, num_slots: int, max_beam_width: int,
+                 max_seq_len: int, tokens_per_block: int, mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
         self._runner, self._attention, self._decoder, self._tables = runner, attention, decoder, tables
-        self._device, self._tokens_per_block = device, tokens_per_block
+        self._readbacks, self._device, self._tokens_per_block = readbacks, device, tokens_per_block
         self._num_slots, self.graphs = num_slots, None
         self._graph_rows: tuple[int, ...] = ()
         self._graph_sizes = NO_SIZES
@@ -106,7 +106,7 @@ class PlainSteps:
         else:
             self.graphs.run(shape)
         self.resident.are_sent()
-        readback = Readback(self._device, {"results": self.inputs.tensors(shape).read_back}, is_reused=True)
+        readback = self._readbacks.start({"results": self.inputs.tensors(shape).read_back}, is_reused=True)
         return PlainStep(batch, shape, self._decoder.state.active, readback)
 
     def write(self, batch: ScheduledBatch) -> StepShape:

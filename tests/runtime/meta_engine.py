@@ -16,6 +16,7 @@ from batch_manager.attention.interface import LayerAttention
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.runtime import layouts
 from batch_manager.runtime.block_tables import BlockTables
+from batch_manager.runtime.device import Readbacks
 from batch_manager.runtime.model_runner import ModelRunner
 from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.triton_kernels import dispatch
@@ -149,8 +150,8 @@ class Engine:
         self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
         monkeypatch.setattr(dispatch, "kernel", stub_kernel)
         self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
-        self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, META,
-                                num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE,
+        self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, Readbacks(META),
+                                META, num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE,
                                 mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):

@@ -11,7 +11,7 @@ from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
     AllocatedMemory,
     CapturedGraph,
-    Readback,
+    Readbacks,
     Uploads,
     finish_stream,
     free_memory,
@@ -152,7 +152,7 @@ def test_uploads_and_readbacks_on_a_cpu_copy_nothing():
     array = np.arange(5)
     [tensor] = Uploads(CPU).send([array])
     assert tensor.data_ptr() == array.ctypes.data
-    assert Readback(CPU, {"x": tensor}).wait()["x"].ctypes.data == array.ctypes.data
+    assert Readbacks(CPU).start({"x": tensor}).wait()["x"].ctypes.data == array.ctypes.data
 
 
 class FakeEvent:
@@ -192,7 +192,7 @@ def test_an_upload_in_one_copy_keeps_values_types_and_shapes(monkeypatch, is_don
     assert (uploads.pinned_bytes > 2 * 40_000 * 8) == is_done
 
 
-@pytest.mark.parametrize("large_bytes, copies", [(1 << 20, 1), (500, 2), (0, 7)])
+@pytest.mark.parametrize("large_bytes, copies", [(1 << 20, 1), (500, 2), (0, 1 + 7)])
 def test_what_a_step_reads_back_is_one_copy_but_for_large_tensors(monkeypatch, large_bytes, copies):
     made = []
 
@@ -210,14 +210,15 @@ def test_what_a_step_reads_back_is_one_copy_but_for_large_tensors(monkeypatch, l
                "log_probs": torch.randn(3), "beams": torch.randn(3, 2).T, "wide": torch.tensor(7),
                "logits": torch.randn(2, 100)}
     expected = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-    readback = Readback(torch.device("cuda", 0), tensors)
+    readbacks = Readbacks(torch.device("cuda", 0))
+    readback = readbacks.start(tensors)
     for tensor in tensors.values():
         tensor.zero_()                                              # the next step overwrites them
     arrays = readback.wait()
     assert len(made) == copies and arrays.keys() == expected.keys()
     for name, array in arrays.items():
         assert array.dtype == expected[name].dtype and np.array_equal(array, expected[name])
-    assert Readback(torch.device("cuda", 0), {}).wait() == {}
+    assert readbacks.start({}).wait() == {}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batch_manager.runtime import device as device_module
-from batch_manager.runtime.device import Readback, Uploads
+from batch_manager.runtime.device import Readbacks, Uploads
 
 from .lazy_stream import every_order, lazily
 
@@ -16,17 +16,17 @@ ELSEWHERE = torch.device("meta")               # the name of another device; the
 STEPS, SIZE = 5, 6
 
 
-def steps_ahead(monkeypatch, choose):
-    """Run STEPS steps that use the same device memory. Read each step after the next one is launched.
+def steps_ahead(monkeypatch, choose, in_flight=2):
+    """Run STEPS steps that use the same device memory, with up to `in_flight` of them launched before one is read.
 
-    Returns (results of the steps, number of uploads that had to wait).
+    Returns (results of the steps, number of uploads that had to wait, number of pinned buffers of readbacks).
 
     choose   choose(n) returns how many of the n queued actions run before the host writes the next upload
     """
-    results, waits_of_uploads = [], 0
+    results, waits_of_uploads, unread, buffers = [], 0, [], set()
     with lazily(monkeypatch) as stream:
         uploads, there, block = Uploads(ELSEWHERE), torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(SIZE)
-        staging, unread = np.zeros(SIZE, np.uint8), None
+        staging, readbacks = np.zeros(SIZE, np.uint8), Readbacks(ELSEWHERE)
         for number in range(1, STEPS + 1):
             stream.run(choose(len(stream.queue)))
             staging[:] = number
@@ -34,11 +34,12 @@ def steps_ahead(monkeypatch, choose):
             uploads.into(there, staging)
             waits_of_uploads += stream.waits - waits
             stream.give(lambda: torch.mul(there, 2.0, out=block))          # the step
-            unread, before = Readback(ELSEWHERE, {"block": block}, is_reused=True), unread
-            if before is not None:
-                results.append(before.wait()["block"].tolist())
-        results.append(unread.wait()["block"].tolist())
-    return results, waits_of_uploads
+            unread.append(readbacks.start({"block": block}, is_reused=True))
+            buffers.update(map(id, readbacks._buffers))
+            if len(unread) == in_flight:
+                results.append(unread.pop(0).wait()["block"])
+        results += [step.wait()["block"] for step in unread]
+    return [result.tolist() for result in results], waits_of_uploads, len(buffers)
 
 
 EXPECTED = [[2.0 * number] * SIZE for number in range(1, STEPS + 1)]
@@ -55,8 +56,27 @@ def test_with_few_buffers_uploads_do_not_wait_either(monkeypatch, num_buffers):
     every_order(lambda choose: _check(*steps_ahead(monkeypatch, choose)))
 
 
-def _check(results, waits_of_uploads):
-    assert (results, waits_of_uploads) == (EXPECTED, 0)
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_there_are_as_many_readback_buffers_as_steps_in_flight(monkeypatch, in_flight):
+    for choose in (lambda queued: 0, lambda queued: queued):
+        _check(*steps_ahead(monkeypatch, choose, in_flight), in_flight)
+
+
+def _check(results, waits_of_uploads, num_buffers, in_flight=2):
+    assert (results, waits_of_uploads, num_buffers) == (EXPECTED, 0, in_flight)
+
+
+def test_a_readback_that_is_dropped_or_too_large_for_its_buffer_gets_a_new_one(monkeypatch):
+    with lazily(monkeypatch):
+        readbacks = Readbacks(ELSEWHERE)
+        small, large = torch.arange(4.0), torch.arange(70_000.0)
+        dropped = readbacks.start({"x": small})
+        before = readbacks.pinned_bytes
+        assert readbacks.start({"x": small}).wait()["x"].tolist() == [0, 1, 2, 3] and readbacks.pinned_bytes > before
+        del dropped
+        assert readbacks.pinned_bytes == before
+        assert readbacks.start({"x": large, "y": small}).wait()["x"].sum() == large.sum()
+        assert readbacks.pinned_bytes == 2 * (large.nbytes + small.nbytes)
 
 
 def test_without_events_a_single_buffer_sends_what_comes_later(monkeypatch):
