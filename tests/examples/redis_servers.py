@@ -93,13 +93,40 @@ class WorkerProcess:
         return [entry["message_id"].decode() for entry in
                 self.client.xpending_range(STREAM, GROUP, "-", "+", 1000, consumername=self.name)]
 
-    def is_in_the_middle(self, least_tokens: int = 5) -> bool:
-        """Whether two or more entries are pending at the worker, each with at least `least_tokens` streamed tokens."""
-        names = self.pending()
-        return len(names) >= 2 and all(len(streamed(self.client, name)[0]) >= least_tokens for name in names)
-
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def freeze(self) -> None:
+        """Stop the process, and return when it has stopped."""
+        self.send(signal.SIGSTOP)
+        assert os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+
+    def freeze_in_the_middle(self, requests: list[dict], lengths: list[int], num_entries: int = 2, margin: int = 100,
+                             ) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Add `requests` to the stream, again and again, until the process is frozen in the middle of `num_entries`.
+
+        It is in the middle of an entry if 5 or more tokens are streamed and `margin` or more tokens are missing.
+        However long the test process pauses, the worker cannot have finished these entries.
+
+        lengths   number of tokens that each request generates
+        Returns ({name of an entry: index of its request}, {name of an entry in the middle: its streamed tokens}).
+        """
+        names, before = {}, {}
+
+        def is_frozen_in_the_middle() -> bool:
+            if len(names.keys() - dict(answers(self.client)).keys()) < len(requests):
+                names.update((name, index) for index, name in enumerate(add(self.client, requests)))
+            self.freeze()
+            before.update((name, tokens) for name in self.pending()
+                          if 5 <= len(tokens := streamed(self.client, name)[0]) <= lengths[names[name]] - margin)
+            if len(before) >= num_entries:
+                return True
+            before.clear()
+            self.send(signal.SIGCONT)
+            return False
+
+        wait_until(is_frozen_in_the_middle, 120)
+        return names, before
 
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
         self.send(number)

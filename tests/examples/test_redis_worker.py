@@ -22,6 +22,8 @@ if find_spec("redis") is None:
 pytest.importorskip("torch")
 
 import redis  # noqa: E402
+from redis.backoff import NoBackoff  # noqa: E402
+from redis.retry import Retry  # noqa: E402
 
 from batch_manager import FinishReason  # noqa: E402
 from tests.examples.redis_servers import (  # noqa: E402
@@ -68,7 +70,7 @@ class Driven:
         if str(REPOSITORY) not in sys.path:
             sys.path.insert(0, str(REPOSITORY))
         self.module = importlib.import_module("examples.redis_worker")
-        client = redis.Redis(port=server.port, protocol=2)
+        client = redis.Redis(port=server.port, protocol=2, retry=Retry(NoBackoff(), 0))       # as in the example
         self.worker = self.module.Worker(client, Namespace(stream=stream, consumer=consumer, lease=lease, drain=1.0))
         self.redis, self.stream = client, stream
         self.worker.call("make_group")
@@ -233,14 +235,17 @@ def test_tokens_that_redis_lost_are_written_again_before_the_answer(server):
     assert driven.tokens(name) == driven.answers()[name]["tokens"] == [10, 11, 12, 13]
 
 
-def test_entries_are_kept_while_the_worker_lives_and_left_at_its_end(server):
-    driven, other = Driven(server, "kept", lease=0.2), Driven(server, "kept", "b", lease=0.2)
-    driven.add(ASKED)
+def test_entries_are_kept_while_the_worker_lives_and_left_at_its_end(server, monkeypatch):
+    driven, other, now = Driven(server, "kept"), Driven(server, "kept", "b"), 0.0
+    monkeypatch.setattr(driven.module, "time", Namespace(monotonic=lambda: now))
+    name = driven.add(ASKED)
     assert len(driven.get(1)) == 1
-    for _ in range(6):
-        time.sleep(0.06)
+    for _ in range(3):
+        now += driven.worker.options.lease / 4
+        driven.worker.set_idle(driven.worker.lease_ms * 3 // 4)      # as if Redis had heard nothing so long
         driven.worker.keep()
-        assert other.get(1) == []
+        (entry,) = driven.redis.xpending_range(driven.stream, GROUP, name, name, 1)
+        assert entry["time_since_delivered"] < driven.worker.lease_ms // 4 and other.get(1) == []
     driven.worker.set_idle(driven.worker.lease_ms)
     assert len(other.get(1)) == 1
 
@@ -331,64 +336,68 @@ def check_log(worker: WorkerProcess) -> None:
     assert "Traceback" not in log and "Emma" not in log and "input_ids\"" not in log, log
 
 
-def shared_out(server: Server, victim: WorkerProcess, seed: int, num_entries: int = 12):
-    """Add random entries, and wait until `victim` has streamed a part of some. Returns (names, expected answers)."""
-    draw = random.Random(seed)
-    requests = [drawn(draw) for _ in range(num_entries)]
-    expected = undisturbed(requests)
-    names = add(server.client, requests)
-    wait_until(victim.is_in_the_middle, 60)
-    return names, expected
+@pytest.fixture(scope="module")
+def cases():
+    """Random requests, and the (tokens, finish reason) of each."""
+    draw = random.Random(1)
+    requests = [drawn(draw, 250, 350) for _ in range(8)]
+    return requests, undisturbed(requests)
 
 
-def test_a_worker_is_killed(server, survivor):
+def freeze_in_the_middle(worker: WorkerProcess, cases):
+    """Returns (names of all entries, their right answers, {name of an entry in the middle: its streamed tokens})."""
+    requests, outcomes = cases
+    names, before = worker.freeze_in_the_middle(requests, [len(tokens) for tokens, _ in outcomes])
+    return list(names), [outcomes[index] for index in names.values()], before
+
+
+def test_a_worker_is_killed(server, survivor, cases):
     victim = WorkerProcess(server, "killed").wait_until_it_serves()
-    names, expected = shared_out(server, victim, seed=1)
+    names, expected, before = freeze_in_the_middle(victim, cases)
     victim.end(signal.SIGKILL)
-    had = victim.pending()
-    before = {name: streamed(server.client, name)[0] for name in had}
-    assert had and any(before.values())
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
     check_log(victim)
 
 
-def test_a_worker_is_frozen_until_others_have_its_entries(server, survivor):
+def test_a_worker_is_frozen_until_others_have_its_entries(server, survivor, cases):
     victim = WorkerProcess(server, "frozen").wait_until_it_serves()
-    names, expected = shared_out(server, victim, seed=2)
-    victim.send(signal.SIGSTOP)
-    had = victim.pending()
-    before = {name: streamed(server.client, name)[0] for name in had}
+    names, expected, before = freeze_in_the_middle(victim, cases)
     wait_until(lambda: not victim.pending(), 60)
     victim.send(signal.SIGCONT)
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
-    more = [drawn(random.Random(20 + number)) for number in range(8)]
-    expected = undisturbed(more)
-    names = add(server.client, more)
-    wait_until(victim.is_in_the_middle, 60)                  # it serves again
-    wait_for_answers(server.client, names)
-    assert wrong(server.client, names, expected, {}) == []
+    survivor.freeze()                                        # so that only the victim can answer
+    try:
+        names = add(server.client, cases[0][:3])
+        wait_for_answers(server.client, names)
+    finally:
+        survivor.send(signal.SIGCONT)
+    assert wrong(server.client, names, cases[1][:3], {}) == []
     assert victim.end() == 0
     check_log(victim)
 
 
-def test_sigterm_with_work_left(server, survivor):
+def test_sigterm_with_work_left(server, survivor, cases):
     victim = WorkerProcess(server, "ended", "--drain", "0").wait_until_it_serves()
-    names, expected = shared_out(server, victim, seed=3)
-    before = {name: streamed(server.client, name)[0] for name in victim.pending()}
-    assert victim.end() == 0
-    assert not set(before) <= dict(answers(server.client)).keys()                # it left some to the other worker
+    survivor.freeze()                                        # so that no one takes what the victim leaves
+    try:
+        names, expected, before = freeze_in_the_middle(victim, cases)
+        victim.send(signal.SIGTERM)                          # it arrives when the victim continues
+        assert victim.end(signal.SIGCONT) == 0
+        assert set(before) <= set(victim.pending()) - dict(answers(server.client)).keys()
+    finally:
+        survivor.send(signal.SIGCONT)
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
     check_log(victim)
 
 
-def test_redis_is_killed_and_comes_back(server, survivor):
-    names, expected = shared_out(server, survivor, seed=4)
-    before = {name: streamed(server.client, name)[0] for name in survivor.pending()}
+def test_redis_is_killed_and_comes_back(server, survivor, cases):
+    names, expected, before = freeze_in_the_middle(survivor, cases)
+    survivor.send(signal.SIGCONT)
     server.kill()
-    time.sleep(0.7)
+    time.sleep(0.7)                                          # the worker tries in vain several times
     server.start()
     wait_for_answers(server.client, names)
     assert wrong(server.client, names, expected, before) == []
@@ -396,13 +405,14 @@ def test_redis_is_killed_and_comes_back(server, survivor):
 
 def test_a_cancelled_entry_is_answered_with_what_it_had(server, survivor):
     request = {"input_ids": [5, 6, 7], "request_output_len": 1500, "random_seed": 1}
-    (name,) = add(server.client, [request])
-    wait_until(lambda: len(streamed(server.client, name)[0]) > 5, 60)
+    names, before = survivor.freeze_in_the_middle([request], [1500], num_entries=1, margin=1000)
+    name = next(iter(before))
     server.client.set(f"{STREAM}:cancel:{name}", 1, ex=3600)
-    tokens = wait_for_answers(server.client, [name])[name]["tokens"]
-    assert 5 < len(tokens) < 1500
+    survivor.send(signal.SIGCONT)
+    tokens = wait_for_answers(server.client, list(names))[name]["tokens"]
+    assert 5 <= len(tokens) < 1500
     ((expected, _),) = undisturbed([{**request, "request_output_len": len(tokens)}])
-    assert wrong(server.client, [name], [(expected, "CANCELLED")], {}) == []
+    assert wrong(server.client, [name], [(expected, "CANCELLED")], before) == []
     assert not server.client.exists(f"{STREAM}:cancel:{name}")
 
 
