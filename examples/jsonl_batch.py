@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 
 from batch_manager import BatchManagerError, ManagerClosedError
 from batch_manager.extras.llm import LLM
+from batch_manager.extras.repeated_names import unique_names
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.workload import at_least
 
@@ -199,9 +200,10 @@ def numbered_lines(lines: BinaryIO) -> Iterator[tuple[int, str | int | None, dic
 
 def parsed(line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except ValueError:
-        raise ValueError("it is not JSON; expected one JSON object per line") from None
+        return json.loads(line, object_pairs_hook=unique_names)
+    except ValueError as error:
+        why = error if type(error) is ValueError else "it is not JSON; expected one JSON object per line"
+        raise ValueError(why) from None
 
 
 def run(llm: LLM, lines: BinaryIO, output: BinaryIO, answered: set[str | int], in_flight: int,

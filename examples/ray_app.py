@@ -31,6 +31,7 @@ from batch_manager import (
     resume,
 )
 from batch_manager.aio import AsyncEngine, RequestFailed
+from batch_manager.extras.repeated_names import unique_names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS_TO_FIND_A_REPLICA = 60.0
@@ -98,12 +99,13 @@ class Front:
 
     async def __call__(self, request: Request):
         try:
-            tensors = json.loads(await request.body())
+            tensors = json.loads(await request.body(), object_pairs_hook=unique_names)
             if not isinstance(tensors["input_ids"], list) or type(tensors["request_output_len"]) is not int:
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError) as error:
+            why = f": {error}" if type(error) is ValueError else ""
             return JSONResponse({"error": "the body is not a JSON object with input_ids, a list, and "
-                                          "request_output_len, an integer"}, 400)
+                                          f"request_output_len, an integer{why}"}, 400)
         tensors.setdefault("random_seed", random.getrandbits(63))      # the same seed on every replica
         return StreamingResponse(self._lines(tensors), media_type="application/x-ndjson")
 

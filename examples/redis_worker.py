@@ -43,6 +43,7 @@ from batch_manager import (
     TrtGptModelType,
     resume,
 )
+from batch_manager.extras.repeated_names import unique_names
 from batch_manager.tools.command_parser import CommandParser
 
 log = logging.getLogger("redis_worker")
@@ -239,10 +240,11 @@ def trouble_of(error: redis.RedisError, stream: str) -> str:
 def request_of(number: int, fields: dict[bytes, bytes], seed: int) -> InferenceRequest:
     """Build the request of an entry. Raises InvalidRequestError."""
     try:
-        tensors = json.loads(fields[b"request"])
+        tensors = json.loads(fields[b"request"], object_pairs_hook=unique_names)
         tensors = {"random_seed": seed, **tensors}           # every worker samples the same tokens
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise InvalidRequestError("the entry has no field `request` with a JSON object",
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        why = f": {error}" if type(error) is ValueError else ""
+        raise InvalidRequestError(f"the entry has no field `request` with a JSON object{why}",
                                   "expected request tensors by name",
                                   """XADD STREAM '*' request '{"input_ids": [5], "request_output_len": 8}'""") from None
     return InferenceRequest(number, tensors, is_streaming=True)

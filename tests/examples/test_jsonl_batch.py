@@ -81,15 +81,17 @@ def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
 def test_bad_lines_cost_themselves_only(tmp_path):
     write(tmp_path, ["no json", {"id": [1], "prompt": "x"}, {"id": "a"}, {"id": "b", "prompt": "The", "max_tokens": 3},
                      {"id": "b", "prompt": "A second one"}, {"id": "c", "prompt": "The", "max_token": 3},
-                     {"id": "d", "prompt": {"text": "The"}}, {"prompt": [-1], "max_tokens": 3}, "", "  "])
+                     {"id": "d", "prompt": {"text": "The"}}, {"prompt": [-1], "max_tokens": 3}, "", "  ",
+                     '{"prompt": "The", "seed": 1, "seed": 2}'])
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     found = {line["id"]: line for line in lines(tmp_path)}
-    assert len(lines(tmp_path)) == 7 and found["b"]["num_tokens"] == 3
+    assert len(lines(tmp_path)) == 8 and found["b"]["num_tokens"] == 3
     assert {key for key, line in found.items() if line.get("error", {}).get("code") == "INVALID_REQUEST"} == {
-        1, 2, "a", "c", "d", 8}
+        1, 2, "a", "c", "d", 8, 11}
     assert "line 5 has the id of an earlier line" in done.stderr
     assert found[1]["error"]["message"] == "line 1: it is not JSON; expected one JSON object per line"
+    assert "'seed' occurs twice" in found[11]["error"]["message"]
     assert "did you mean max_tokens?" in found["c"]["error"]["message"]
 
 

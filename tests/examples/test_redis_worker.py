@@ -252,7 +252,8 @@ def test_entries_are_kept_while_the_worker_lives_and_left_at_its_end(server, mon
 
 @pytest.mark.parametrize("payload", [
     b"Emma smiled, and", b"", b"\xff\xfe", b"[1, 2]", b"null", b"3", b"[" * 100_000,
-    b'{"input_ids": ' + b"9" * 5000 + b"}", b'{"input_idz": [1]}', b'{"\\ud800": 1}'])
+    b'{"input_ids": ' + b"9" * 5000 + b"}", b'{"input_idz": [1]}',
+    b'{"input_ids": [5], "input_ids": [6], "request_output_len": 4}', b'{"\\ud800": 1}'])
 def test_a_bad_payload_is_answered_with_an_error(server, payload):
     driven = Driven(server, f"bad-{random.getrandbits(60)}")
     names = [driven.add(payload), driven.add(payload, field="else")]

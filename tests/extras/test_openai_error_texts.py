@@ -135,6 +135,28 @@ def test_every_error_code_of_the_engine(monkeypatch, code):
     check(error_texts(COMPLETION, False))
 
 
+@pytest.mark.parametrize("name", [".", "model", "./model", "models/../model", "model/"])
+def test_a_folder_by_its_relative_name(tmp_path, monkeypatch, name):
+    folder = tmp_path if name == "." else tmp_path / "model"
+    for each in (folder, tmp_path / "models"):
+        each.mkdir(exist_ok=True)
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    monkeypatch.chdir(tmp_path)
+    for text in error_texts(CHAT, True, name):
+        assert json.loads(text)["error"]["message"] == (
+            "the folder of the model has no chat template; expected chat_template.jinja, or chat_template in "
+            "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("known, text, expected", [
+    (".", "see ./a.json. Or '.'.", "see a file of the model. Or of the model."),
+    ("model", "the model's 'model', model/a.json and 'model/a b'",
+     "the model's of the model, a file of the model and a file of the model"),
+    ("a/b", "a/b.json, xa/b, a/bc, a/b: no", "a/b.json, xa/b, a/bc, of the model: no")])
+def test_only_whole_paths_are_left_out(known, text, expected):
+    assert without_paths(text, known) == expected
+
+
 @pytest.mark.parametrize("text, expected", [
     ("see '/a b/c.json' and /d/e: it", "see of the server and of the server: it"),
     ("expected 1/2, and/or 3 /v1", "expected 1/2, and/or 3 /v1"),

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,6 +13,7 @@ from batch_manager.extras.openai import OpenAIError, unread_fields  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.json_object import JsonObject  # noqa: E402
 from batch_manager.extras.openai.unread_fields import ANY, LABELS, LOGGED, NOT_BUILT, OF_CHATS, OF_COMPLETIONS  # noqa: E402
+from batch_manager.extras.repeated_names import repeated_name, unique_names  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
 MESSAGES = [{"role": "user", "content": "Hello."}]
@@ -104,6 +106,47 @@ def test_the_other_routes_name_of_a_field_is_not_suggested():
         read(max_completion_tokens=5)
 
 
+@pytest.mark.parametrize("body, name", [
+    ('{"prompt":"x","seed":1,"seed":2}', "seed"), ('{"prompt":"x","logit_bias":{"1":0,"1":1}}', "1"),
+    ('{"prompt":"x","seed":1,"se\\u0065d" : 2}', "seed"), ('{"prompt":"\\u003a","user":"a:b","user":":"}', "user"),
+    ('{"prompt":"' + 9000 * "\\u003A:\\n" + '","seed":1,"seed":2}', "seed"),
+    ('{"messages":[{"role":"user","content":"x","content":"y"}]}', "content")])
+def test_a_repeated_name_is_refused_by_its_name(body, name):
+    with pytest.raises(OpenAIError) as told:
+        read_body(body.encode(), is_chat="messages" in body)
+    assert told.value.status == 400 and told.value.param == name in told.value.message
+
+
+def test_repeated_names_are_those_that_a_hook_of_the_parser_finds():
+    random = Random(1)
+    names = ["a", "b", ":", "a:", '"', "\\", "\\\\", "u003a", "\\u003a", ":\n", "\xe9", "\U0001f600", "{", '{"a":1']
+
+    def string():
+        text = json.dumps(random.choice(names), ensure_ascii=random.random() < 0.5)
+        return text.replace(":", random.choice(("\\u003A", "\\u003a"))) if random.random() < 0.4 else text
+
+    def value(depth=0):
+        kind = random.random() if 0 < depth < 4 else depth == 0
+        if kind < 0.4:
+            return string() if kind else "1"
+        if kind < 0.6:
+            return f"[{','.join(value(depth + 1) for _ in range(random.randrange(4)))}]"
+        pairs = [string() + random.choice((":", " :\n")) + value(depth + 1) for _ in range(random.randrange(4))]
+        return "{" + ",".join(pairs) + "}"
+
+    found = 0
+    for _ in range(3000):
+        text = value()
+        try:
+            json.loads(text, object_pairs_hook=unique_names)
+            expected = None
+        except ValueError as error:
+            expected, found = str(error), found + 1
+        name = repeated_name(text.encode(), json.loads(text))
+        assert (name is None) == (expected is None), text
+    assert found > 100
+
+
 def test_values_without_an_effect_are_logged_once(caplog):
     unread_fields._logged.clear()
     described = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "schema": {}}}
@@ -180,6 +223,8 @@ def call(**fields):
       for text in ("[1]", "5", "null", '"x"', '{"a":NaN}', '{"a":1e999}')),
     ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "[1]"}}]},
      "messages[0].function_call.arguments"),
+    (call(function={"name": "f", "arguments": '{"a":{"b":1,"b":2}}'}),
+     "messages[1].tool_calls[0].function.arguments.b"),
     (call(function={"name": "f", "arguments": " " * 262_145}), "messages[1].tool_calls[0].function.arguments"),
 ])
 def test_a_part_of_a_field_is_refused_by_its_name(fields, param):

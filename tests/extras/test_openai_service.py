@@ -592,7 +592,7 @@ def test_other_requests_go_on_while_a_long_prompt_is_read():
 
 @pytest.mark.parametrize("items, is_read", [
     ("7," * 499_970, True), ("7," * 500_000, False), ("[]," * 45_000, True), ("{}," * 46_000, False),
-    ('"a":1,' * 124_000, True), ('"a":1,' * 126_000, False),
+    ("".join(f'"{number}":1,' for number in range(124_000)), True), ('"a":1,' * 126_000, False),
     ('"' + r"[{,:]\"" * 600_000 + '",', True)])          # marks inside a string are text
 def test_a_body_has_a_bounded_number_of_values(items, is_read):
     ends = '{"prompt":{' if '":' in items else '{"prompt":['

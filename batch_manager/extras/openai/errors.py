@@ -1,6 +1,7 @@
 """Errors in the format of OpenAI's API."""
 
 import re
+from pathlib import Path
 
 import orjson
 
@@ -75,9 +76,12 @@ def without_paths(text: str, *known: str, given: str = "") -> str:
 
     given   text of the client, whose own paths stay
     """
-    for path in known:
-        text = re.sub(rf"""(['"]?){re.escape(path)}(/[^'"\s]*)?\1""",
-                      lambda found: "a file of the model" if found[2] else "of the model", text)
+    for path in {*known, *(str(Path(path)) for path in known)}:
+        whole = re.escape(path)
+        # Without quotes, a name without a slash may be a word of the text, and "." its full stop.
+        plain = rf"""(?<![\w./-]){whole}(/[^\s'",;:()]*[^\s'",;:().]){"?" if "/" in path else ""}(?![\w/-]|\.\w)"""
+        text = re.sub(rf"""(['"]){whole}(/[^'"\n]*)?\1|{plain}""",
+                      lambda found: "a file of the model" if found[2] or found[3] else "of the model", text)
     return _PATH.sub(lambda found: found[0] if found[0].strip("'\"") in given else "of the server", text)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import orjson
 
 from ...errors import type_name
+from ..repeated_names import repeated_name
 from .errors import OpenAIError, refused
 from .unread_fields import is_unread
 
 MOST_VALUES = 500_000      # orjson holds the interpreter lock: 0.1 us per value, 0.3 us per name, list or object
+TWICE = "the name occurs twice in one object; expected it once"
 VALUES_OF_A_LIST, VALUES_OF_A_NAME = 10, 3
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{,:]', re.DOTALL)
 # Field of a body that one route reads and the other does not -> the field that the other reads.
@@ -82,7 +84,7 @@ class JsonObject:
 
 
 def parsed_json(body: bytes) -> dict[str, Any]:
-    """Parse a body. Raises OpenAIError if it is not a JSON object, or has too many values."""
+    """Parse a body. Raises OpenAIError if it is not a JSON object, has too many values, or a name twice."""
     if len(body) > MOST_VALUES // VALUES_OF_A_LIST and _has_too_many_values(body):
         raise OpenAIError(413, f"the body has more than {MOST_VALUES:,} values; a list or an object counts as "
                                f"{VALUES_OF_A_LIST}, and a name in an object as {VALUES_OF_A_NAME}; expected fewer; "
@@ -94,6 +96,8 @@ def parsed_json(body: bytes) -> dict[str, Any]:
                           "JSON object") from None
     if not isinstance(fields, dict):
         raise OpenAIError(400, f"the body is JSON of type {type_name(fields)}; expected a JSON object")
+    if (name := repeated_name(body, fields)) is not None:
+        raise refused(name, TWICE)
     return fields
 
 

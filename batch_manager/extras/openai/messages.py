@@ -6,8 +6,9 @@ from typing import Any
 import orjson
 
 from ...errors import type_name
+from ..repeated_names import repeated_name
 from .errors import refused
-from .json_object import JsonObject
+from .json_object import TWICE, JsonObject
 from .unread_fields import log_once
 
 LONGEST_ARGUMENTS = 2**18    # characters; parsing them holds the interpreter's lock for tens of milliseconds
@@ -93,3 +94,5 @@ def _check_arguments(function: JsonObject) -> None:
             raise function.refused("arguments", "got JSON with NaN or an infinite number; expected JSON") from None
     if not isinstance(parsed, dict):
         raise function.refused("arguments", f"got JSON of type {type_name(parsed)}; expected the JSON of an object")
+    if (name := repeated_name(arguments.encode("utf-8", "surrogatepass"), parsed)) is not None:
+        raise function.refused(f"arguments.{name}", TWICE)
