@@ -115,7 +115,7 @@ class TrtGptModelOptionalParams:
     deterministic               produce bitwise the same tokens, log-probabilities and logits for a request alone or
                                 batched, whole or chunked, paused or not, cached or not, in any layout. Holds for one
                                 machine, build of torch and number of threads. Slower, see
-                                tools/deterministic_benchmark.py. Refused with a custom attention or backend, with a
+                                tests/benchmarks/deterministic.py. Refused with a custom attention or backend, with a
                                 model class that does not promise it, on a GPU without Triton, and on a CPU whose matrix
                                 products depend on the row index. Does not cover a batched logits post-processor that
                                 mixes rows

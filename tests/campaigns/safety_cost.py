@@ -219,7 +219,7 @@ def real_iteration_us() -> float:
     from batch_manager.handover import SlotSetup
     from batch_manager.runtime import layouts
     from batch_manager.runtime.native_backend import build_native_backend
-    from batch_manager.tools.deterministic_benchmark import Sequences
+    from tests.benchmarks.deterministic import Sequences
 
     context, threads = 128, torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:

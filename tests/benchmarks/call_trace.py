@@ -1,8 +1,8 @@
 """Count the calls of Python functions of this package in one plain generation step, by file, or list them in order.
 
-    python -m batch_manager.tools.call_trace --model examples/models/austen-4m
-    python -m batch_manager.tools.call_trace --model FOLDER --list       every call, indented by depth
-    python -m batch_manager.tools.call_trace --model FOLDER --cpu-compile    all layers in one call of compiled code
+    python -m tests.benchmarks.call_trace --model examples/models/austen-4m
+    python -m tests.benchmarks.call_trace --model FOLDER --list       every call, indented by depth
+    python -m tests.benchmarks.call_trace --model FOLDER --cpu-compile    all layers in one call of compiled code
 
 The loop runs on a CPU without a worker thread. Layers run one by one, as on a GPU, unless --cpu-compile is given. The
 requests are greedy and do not stream. When all requests generate, the program traces one iteration with sys.setprofile.
@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..build import build_loop
-from ..config import Parts, TrtGptModelOptionalParams
-from ..names import SchedulerPolicy, TrtGptModelType
-from ..requests.inference_request import InferenceRequest
-from .command_parser import CommandParser
-from .workload import at_least
+from batch_manager.build import build_loop
+from batch_manager.config import Parts, TrtGptModelOptionalParams
+from batch_manager.names import SchedulerPolicy, TrtGptModelType
+from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.workload import at_least
 
-PACKAGE = Path(__file__).resolve().parents[1]
-KERNELS = PACKAGE.parent / "triton_kernels"    # in a checkout
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m batch_manager.tools.call_trace", description=__doc__)
+    parser = CommandParser(prog="python -m tests.benchmarks.call_trace", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a checkpoint")
     add("--batch", type=at_least(1), default=4, help="requests (4)")

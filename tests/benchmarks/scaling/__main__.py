@@ -1,7 +1,7 @@
 """Measure how the time of an iteration grows with batch size, context length, and the number of waiting requests.
 
-    python -m batch_manager.tools.scaling --model FOLDER --threads 2 --out scaling.json
-    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                        plots and tables
+    python -m tests.benchmarks.scaling --model FOLDER --threads 2 --out scaling.json
+    python -m tests.benchmarks.scaling.draw scaling.json --out FOLDER                        plots and tables
 
 There are three series. Each varies one number:
 
@@ -36,19 +36,19 @@ from typing import Any
 
 import numpy as np
 
-from ..build import build_loop
-from ..config import DTYPES, LOAD_FORMATS, KvCacheConfig, Parts, TrtGptModelOptionalParams
-from ..errors import BatchManagerError
-from ..models import read_spec
-from ..names import SchedulerPolicy, TrtGptModelType
-from ..requests.inference_request import InferenceRequest
-from .bench.process_meter import ProcessMeter
-from .command_parser import CommandParser
-from .host_bench import Setting
-from .host_bench import measure as measure_host
-from .interrupts import interrupts_between_steps
-from .provenance import commit_of_the_checkout, machine, versions
-from .workload import FIRST_ORDINARY_TOKEN, at_least
+from batch_manager.build import build_loop
+from batch_manager.config import DTYPES, LOAD_FORMATS, KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.errors import BatchManagerError
+from batch_manager.models import read_spec
+from batch_manager.names import SchedulerPolicy, TrtGptModelType
+from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.tools.bench.process_meter import ProcessMeter
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.host_bench import Setting
+from batch_manager.tools.host_bench import measure as measure_host
+from batch_manager.tools.interrupts import interrupts_between_steps
+from batch_manager.tools.provenance import commit_of_the_checkout, machine, versions
+from batch_manager.tools.workload import FIRST_ORDINARY_TOKEN, at_least
 
 WARM_UP_STEPS = 5
 HOST_ITERATIONS = 300
@@ -208,7 +208,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def command_of(options: argparse.Namespace) -> str:
     """Return a command that repeats the measurement, with placeholders for the paths."""
-    parts = ["python -m batch_manager.tools.scaling --model FOLDER --out FILE.json", f"--dtype {options.dtype}",
+    parts = ["python -m tests.benchmarks.scaling --model FOLDER --out FILE.json", f"--dtype {options.dtype}",
              f"--threads {options.threads}"]
     if options.cpu_compile is not None:
         parts.append("--cpu-compile" if options.cpu_compile else "--no-cpu-compile")
@@ -223,7 +223,7 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m batch_manager.tools.scaling", description=__doc__)
+    parser = CommandParser(prog="python -m tests.benchmarks.scaling", description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a checkpoint")
     add("--out", type=Path, required=True, help="output file (JSON)")

@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from batch_manager.tools import async_benchmark
+from tests.benchmarks import async_streams
 
 
 @pytest.mark.parametrize("options", [["--step-ms", "0"], ["--step-ms", "1"], ["--step-ms", "1", "--process"]])
 def test_the_program_prints_a_line_of_json_for_each_pair_of_runs(capsys, options):
-    assert async_benchmark.main(["--streams", "3", "--tokens", "5", "--runs", "2", *options]) == 0
+    assert async_streams.main(["--streams", "3", "--tokens", "5", "--runs", "2", *options]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2
     for line in lines:

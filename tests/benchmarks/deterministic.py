@@ -1,6 +1,6 @@
 """Measure the cost of the option `deterministic`, by running steps of one model with and without this option.
 
-    python -m batch_manager.tools.deterministic_benchmark --model FOLDER --threads 1
+    python -m tests.benchmarks.deterministic --model FOLDER --threads 1
 
 The program times steps of the backend on a CPU, without the loop: generation steps of sequences with --context tokens,
 and a step that computes the whole context of one sequence. Steps with and without the option alternate in one process,
@@ -20,13 +20,13 @@ from time import perf_counter, thread_time
 import numpy as np
 import torch
 
-from ..config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalParams
-from ..handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from ..runtime import layouts
-from ..runtime.native_backend import NativeBackend, build_native_backend
-from ..sampling_config import SamplingConfig
-from .command_parser import CommandParser
-from .workload import at_least
+from batch_manager.config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.runtime import layouts
+from batch_manager.runtime.native_backend import NativeBackend, build_native_backend
+from batch_manager.sampling_config import SamplingConfig
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.workload import at_least
 
 WARM_UP_STEPS = 2
 
@@ -126,7 +126,7 @@ def table(results: Sequence[dict]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m batch_manager.tools.deterministic_benchmark", description=__doc__)
+    parser = CommandParser(prog="python -m tests.benchmarks.deterministic", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a checkpoint")
     add("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights for a config.json (auto)")
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     results = measure(options)
     print(table(results))
-    print(json.dumps({"tool": "deterministic_benchmark", "python": platform.python_version(),
+    print(json.dumps({"tool": "deterministic", "python": platform.python_version(),
                       "torch": torch.__version__, "threads": options.threads, "dtype": options.dtype,
                       "sample": options.sample, "results": results}), flush=True)
     return 0

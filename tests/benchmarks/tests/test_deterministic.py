@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager.tools.deterministic_benchmark import in_turn, main
+from tests.benchmarks.deterministic import in_turn, main
 
-SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "austen-4m"
 
 
 @pytest.mark.parametrize("options", [[], ["--sample"]])

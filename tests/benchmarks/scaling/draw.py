@@ -1,7 +1,7 @@
-"""Draw the measurements of `batch_manager.tools.scaling`: SVG plots and tables.
+"""Draw the measurements of `tests.benchmarks.scaling`: SVG plots and tables.
 
-    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER                      four files, tables printed
-    python -m batch_manager.tools.draw_scaling scaling.json --out FOLDER --page PERFORMANCE.md
+    python -m tests.benchmarks.scaling.draw scaling.json --out FOLDER                      four files, tables printed
+    python -m tests.benchmarks.scaling.draw scaling.json --out FOLDER --page docs/scaling.md
 
 --page writes the tables, the command of the measurement and links to the plots into a Markdown file, between two marker
 lines. The same measurements always give the same files. Exit status 1: a file cannot be read or written, or has no
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .command_parser import CommandParser
-from .line_plot import Line, LinePlot, Point
-from .marked_part import written_between
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.line_plot import Line, LinePlot, Point
+from batch_manager.tools.marked_part import written_between
 
-BEGIN = "<!-- written by python -m batch_manager.tools.draw_scaling: begin -->"
-END = "<!-- written by python -m batch_manager.tools.draw_scaling: end -->"
+BEGIN = "<!-- written by python -m tests.benchmarks.scaling.draw: begin -->"
+END = "<!-- written by python -m tests.benchmarks.scaling.draw: end -->"
 MIDDLE = "points: medians; bars: 10th to 90th percentile"
 WHERE = {"active": "in the scheduler's sight", "queued": "in the manager's queue"}
 
@@ -144,19 +144,19 @@ def written_into(text: str, part: str) -> str:
 def read(path: Path) -> Result:
     """Read the measurements of a file.
 
-    Raises ValueError if the file is not a result of `batch_manager.tools.scaling`, or if a series has no measurements.
+    Raises ValueError if the file is not a result of `tests.benchmarks.scaling`, or if a series has no measurements.
     """
     result = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or result.get("tool") != "scaling":
-        raise ValueError(f"{path} is not a result of batch_manager.tools.scaling")
+        raise ValueError(f"{path} is not a result of tests.benchmarks.scaling")
     if empty := [series for series in SERIES if not result.get(series)]:
         raise ValueError(f"{path} has no measurements of the series {', '.join(empty)}; measure again")
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m batch_manager.tools.draw_scaling", description=__doc__)
-    parser.add_argument("result", type=Path, help="JSON file of batch_manager.tools.scaling")
+    parser = CommandParser(prog="python -m tests.benchmarks.scaling.draw", description=__doc__)
+    parser.add_argument("result", type=Path, help="JSON file of tests.benchmarks.scaling")
     parser.add_argument("--out", type=Path, required=True, help="folder for the plots")
     parser.add_argument("--page", type=Path, help="Markdown file to update with plots and tables")
     options = parser.parse_args(argv)
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.page is not None:
             options.page.write_text(text, encoding="utf-8")
     except (OSError, ValueError, LookupError) as error:
-        print(f"draw_scaling: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"scaling.draw: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if options.page is None:
         print(text)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from batch_manager import SchedulerPolicy
-from batch_manager.tools.call_trace import main, trace_one_step
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from tests.benchmarks.call_trace import main, trace_one_step
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "austen-4m"
 
 
 def test_a_plain_generation_step_makes_at_most_240_calls_through_41_files():

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from batch_manager.tools import draw_scaling, scaling
 from batch_manager.tools.line_plot import BOTTOM, LEFT, RIGHT, TOP, Line, LinePlot, Point, ticks
+from tests.benchmarks.scaling import __main__ as scaling
+from tests.benchmarks.scaling import draw
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
 SMALL = ["--batches", "1", "3", "--batch-context", "9", "--contexts", "8", "70", "--context-batch", "2", "--steps", "4",
          "--waiting", "0", "7", "--generating", "3", "--host-iterations", "6", "--threads", "1"]
@@ -91,7 +92,7 @@ def close_to(points):
 
 
 def test_the_points_lie_where_the_axes_say_that_they_are():
-    drawn = {name: read_back(plot.render()) for name, plot in draw_scaling.plots(RESULT).items()}
+    drawn = {name: read_back(plot.render()) for name, plot in draw.plots(RESULT).items()}
     assert drawn["batch-time.svg"] == close_to([(1, 10, 9.5, 12), (2, 12.5, 12, 13), (8, 25, 24, 37)])
     assert drawn["batch-rate.svg"] == close_to([
         (1, 100, 83.3, 105.3), (2, 160, 153.8, 166.7), (8, 320, 216.2, 333.3)])
@@ -101,7 +102,7 @@ def test_the_points_lie_where_the_axes_say_that_they_are():
 
 
 def test_axes_have_units_and_nothing_is_drawn_outside_the_picture():
-    for name, plot in draw_scaling.plots(RESULT).items():
+    for name, plot in draw.plots(RESULT).items():
         root = ElementTree.fromstring(plot.render())
         texts = {text.text for text in root.iter(f"{SVG}text")}
         assert {plot.title, plot.x_label, plot.y_label} <= texts, name
@@ -115,7 +116,7 @@ def test_axes_have_units_and_nothing_is_drawn_outside_the_picture():
 
 
 def test_two_lines_are_told_apart_by_colour_and_name():
-    root = ElementTree.fromstring(draw_scaling.plots(RESULT)["waiting-time.svg"].render())
+    root = ElementTree.fromstring(draw.plots(RESULT)["waiting-time.svg"].render())
     colours = [line.get("stroke") for line in root.iter(f"{SVG}polyline")]
     assert len(set(colours)) == 2
     assert {circle.get("fill") for circle in root.iter(f"{SVG}circle") if not len(circle)} == set(colours)
@@ -138,12 +139,12 @@ def test_a_plot_that_cannot_be_drawn_is_refused(lines):
 
 
 def test_drawing_twice_gives_the_same_files_and_page(result_file, tmp_path):
-    page = tmp_path / "PERFORMANCE.md"
-    page.write_text(f"before\n{draw_scaling.BEGIN}\nold\n{draw_scaling.END}\nafter\n")
+    page = tmp_path / "scaling.md"
+    page.write_text(f"before\n{draw.BEGIN}\nold\n{draw.END}\nafter\n")
     arguments = [str(result_file), "--out", str(tmp_path / "plots"), "--page", str(page)]
     drawn = []
     for _ in range(2):
-        assert draw_scaling.main(arguments) == 0
+        assert draw.main(arguments) == 0
         drawn.append({path.name: path.read_bytes() for path in [page, *sorted((tmp_path / "plots").iterdir())]})
     assert drawn[0] == drawn[1] and len(drawn[0]) == 5
     text = page.read_text()
@@ -154,7 +155,7 @@ def test_drawing_twice_gives_the_same_files_and_page(result_file, tmp_path):
 
 
 @pytest.mark.parametrize("spoil, says", [
-    (lambda result: result.update(tool="benchmark"), "is not a result of batch_manager.tools.scaling"),
+    (lambda result: result.update(tool="benchmark"), "is not a result of tests.benchmarks.scaling"),
     (lambda result: result.update(batch=[]), "has no measurements of the series batch; measure again"),
     (lambda result: result.pop("waiting"), "has no measurements of the series waiting; measure again"),
     (lambda result: result.pop("versions"), "KeyError: 'versions'")])
@@ -162,27 +163,26 @@ def test_a_file_without_measurements_is_named_and_nothing_is_written(result_file
     result = json.loads(result_file.read_text())
     spoil(result)
     result_file.write_text(json.dumps(result))
-    assert draw_scaling.main([str(result_file), "--out", str(tmp_path / "plots")]) == 1
+    assert draw.main([str(result_file), "--out", str(tmp_path / "plots")]) == 1
     assert says in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()
 
 
 def test_a_page_without_its_two_lines_is_left_alone(result_file, tmp_path, capsys):
-    page = tmp_path / "PERFORMANCE.md"
+    page = tmp_path / "scaling.md"
     page.write_text("mine\n")
-    assert draw_scaling.main([str(result_file), "--out", str(tmp_path), "--page", str(page)]) == 1
+    assert draw.main([str(result_file), "--out", str(tmp_path), "--page", str(page)]) == 1
     assert "add them where the measurements belong" in capsys.readouterr().err
     assert page.read_text() == "mine\n"
 
 
 def test_the_page_in_the_repository_is_what_is_drawn_from_the_measurements_beside_it():
-    tools = REPOSITORY / "batch_manager" / "tools"
-    result = draw_scaling.read(tools / "performance" / "scaling.json")
+    result = draw.read(Path(draw.__file__).with_name("epyc.json"))
     assert not result["commit"].endswith("+"), "it was measured on a tree that is no commit"
-    text = (tools / "PERFORMANCE.md").read_text(encoding="utf-8")
-    assert draw_scaling.written_into(text, draw_scaling.page(result, "performance")) == text
-    drawn = {name: plot.render() for name, plot in draw_scaling.plots(result).items()}
-    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (tools / "performance").glob("*.svg")}
+    text = (REPOSITORY / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert draw.written_into(text, draw.page(result, "pictures")) == text
+    for name, plot in draw.plots(result).items():
+        assert (REPOSITORY / "docs" / "pictures" / name).read_text(encoding="utf-8") == plot.render()
 
 
 # ---------------------------------------------------------------------- the program that measures
@@ -203,7 +203,7 @@ def test_every_setting_is_measured_and_can_be_drawn(tmp_path, capsys):
     assert {"commit", "machine", "versions", "date"} <= result.keys() and result["model"]["vocab_size"] == 4096
     again = result["command"].replace("FOLDER", str(MODEL)).replace("FILE.json", str(out)).split()[3:]
     assert scaling.parse_options(again) == scaling.parse_options(["--model", str(MODEL), "--out", str(out), *SMALL])
-    assert draw_scaling.main([str(out), "--out", str(tmp_path)]) == 0
+    assert draw.main([str(out), "--out", str(tmp_path)]) == 0
     assert "| 3 | 17 |" in capsys.readouterr().out
 
 

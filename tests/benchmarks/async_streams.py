@@ -1,6 +1,6 @@
 """Measure the host cost of AsyncEngine, compared with a callback that only counts responses.
 
-    python -m batch_manager.tools.async_benchmark --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
+    python -m tests.benchmarks.async_streams --streams 256 --tokens 100 --step-ms 5 --runs 3 [--process]
 
 The model is scripted, and one event loop reads many streams. Each run first measures a counting callback, then an
 AsyncEngine, and prints one line of JSON:
@@ -23,14 +23,14 @@ from functools import partial
 
 import numpy as np
 
-from ..aio import AsyncEngine
-from ..config import Parts, TrtGptModelOptionalParams
-from ..gpt_manager import GptManager
-from ..names import SchedulerPolicy, TrtGptModelType
-from ..requests.inference_request import InferenceRequest
-from ..testing.scripted_backend import ScriptedBackend
-from .command_parser import CommandParser
-from .workload import at_least, within
+from batch_manager.aio import AsyncEngine
+from batch_manager.config import Parts, TrtGptModelOptionalParams
+from batch_manager.gpt_manager import GptManager
+from batch_manager.names import SchedulerPolicy, TrtGptModelType
+from batch_manager.requests.inference_request import InferenceRequest
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.workload import at_least, within
 
 PROMPT, TOKENS_PER_BLOCK, LOOK_S = 16, 64, 0.001
 
@@ -126,7 +126,7 @@ def measure(streams: int, tokens: int, step_ms: float, process: bool = False) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m batch_manager.tools.async_benchmark", description=__doc__)
+    parser = CommandParser(prog="python -m tests.benchmarks.async_streams", description=__doc__)
     parser.add_argument("--streams", type=at_least(1), default=256)
     parser.add_argument("--tokens", type=at_least(1), default=100, help="tokens per stream")
     parser.add_argument("--step-ms", type=within(0, 60_000), default=5.0,
