@@ -123,12 +123,20 @@ def add_rate_arguments(add: Callable[..., Any], more: str, shown: str, **keyword
     add_shared(add, "--random-seed", shown="0", default=0)
 
 
-def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_rate: bool) -> None:
-    """Set the defaults of `add_selection_arguments`. Ends the program if an option would have no effect."""
+def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_rate: bool,
+                       search: str = "") -> None:
+    """Set the defaults of `add_selection_arguments`. Ends the program if an option would have no effect.
+
+    search   attribute of the option that asks for a search of a rate, whose requests arrive at constant intervals; "":
+             none
+    """
+    if search and options.delays == "exponential":
+        parser.error(f"--delays is exponential and --{search.replace('_', '-')} was given, whose requests arrive at "
+                     "constant intervals; leave out --delays, or measure rates with --sweep request_rate=...")
     if options.delays is not None and not has_rate:
         parser.error("--delays was given without --request-rate, whose requests it spaces; add a rate, or leave out "
                      "--delays")
-    options.delays = options.delays or DELAYS[0]
+    options.delays = "constant" if search else options.delays or DELAYS[0]
     if "longer" in options:
         if options.longer is not None and options.max_input_tokens is options.max_output_tokens is None:
             parser.error("--longer was given without a limit; expected --max-input-tokens or --max-output-tokens; add "

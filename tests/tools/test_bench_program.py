@@ -274,8 +274,17 @@ def test_repetitions_have_their_own_ids_and_cache_salts():
     assert [round(request["arrival_s"], 6) for request in requests] == [number / 10 for number in range(30)]
     made = [RequestOptions(cache_salt="run 1").make(request, streaming=True) for request in requests]
     assert [one.cache_salt for one in made[::10]] == ["run 1", "run 1, repetition 1", "run 1, repetition 2"]
-    assert repetitions(10, 32) == 52 and repetitions(512, 32) == 4 and repetitions(513, 32) == 1
-    assert repetitions(10, 10**6) == 208
+
+
+@pytest.mark.parametrize("tokens, most_active, engines, expected", [
+    ([5] * 10, 32, 1, 52), ([5] * 512, 32, 1, 4), ([5] * 513, 32, 1, 1), ([5] * 10, 10**6, 1, 205),
+    ([5] * 700, 128, 1, 3), ([5] * 10, 1, 3, 5), ([5] * 2000, 1, 4, 4),
+    ([5] * 800 + [8] * 800, 1, 1, 4),       # the second half has more work
+    ([5] * 399 + [800] + [5] * 400, 1, 1, 4), (([5] * 400 + [8] * 400) * 2, 1, 1, 2)])
+def test_a_workload_is_repeated_until_the_quarters_of_a_run_have_the_same_work(tokens, most_active, engines, expected):
+    tokens, same = np.array(tokens), np.ones(len(tokens))
+    for lengths in ((tokens, same), (same, tokens)):
+        assert repetitions(np.arange(len(tokens)), *lengths, most_active, engines) == expected
 
 
 def test_the_saturation_takes_some_requests():

@@ -8,16 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batch_manager.tools.bench.load import Load
+from batch_manager.tools.bench.metrics import arrival_window_rate
 from batch_manager.tools.bench.result import read_result
+from batch_manager.tools.bench.saturation import SUSTAINED_SHARE
 from batch_manager.tools.simulate.__main__ import main
-from batch_manager.tools.simulate.capacity import find_fewest_replicas
+from batch_manager.tools.simulate.capacity import find_fewest_replicas, probed_traffic
+from batch_manager.tools.simulate.engine_settings import EngineSettings
+from batch_manager.tools.simulate.figures import stamps_of
+from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.simulate.traffic import PromptMaker, Traffic
 from tests.tools.test_simulate import PLAIN
 
 SERVICE_S = 0.002 + 0.020 + 100 * 0.0001 + 9 * (0.002 + 0.010 + 0.001)      # of each request, one at a time
-
-EVENLY = ("--delays", "constant")
-
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
@@ -31,7 +34,7 @@ def call(tmp_path, monkeypatch):
 
 
 def test_the_highest_rate_is_that_of_the_service_time(call, capsys):
-    assert call(*EVENLY, "--find-saturation", "--max-probes", "30") == 0
+    assert call("--find-saturation", "--max-probes", "30") == 0
     found = read_result(Path("found.json"))
     sustained, broken = found["saturation"]["sustained"], found["saturation"]["broken"]
     assert 1 / SERVICE_S * 0.95 <= sustained < 1 / SERVICE_S / 0.95 * 1.02 and sustained < broken < 1.05 * sustained
@@ -39,11 +42,33 @@ def test_the_highest_rate_is_that_of_the_service_time(call, capsys):
     assert f"{sustained:.4g} requests/s are sustained" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("count, batch, replicas", [(40, 8, 1), (100, 4, 1), (520, 8, 1), (90, 2, 3)])
+def test_the_rate_is_completed_by_a_run_ten_times_as_long(call, count, batch, replicas):
+    """Outputs of 1 to 800 tokens. Poisson arrivals, or one repetition, gave rates that are completed at 0.66."""
+    random = np.random.default_rng(count)
+    inputs, outputs = (np.clip(random.lognormal(mean, 1.5, count), 1, 800).astype(int) for mean in (4, 2))
+    Path("w.jsonl").write_text("".join(
+        json.dumps({"timestamp": 0, "input_length": int(one), "output_length": int(two), "hash_ids": []}) + "\n"
+        for one, two in zip(inputs, outputs, strict=True)))
+    settings = ("--max-tokens-in-paged-kvcache", "64000", "--max-batch-size", str(batch), "--replicas", str(replicas))
+    assert call("--find-saturation", "--max-probes", "5", *settings) == 0
+    found = read_result(Path("found.json"))
+    rate, (at_once, *points) = found["saturation"]["sustained"], found["points"]
+    number = 10 * points[0]["n"] // count
+    stamps = stamps_of(simulate(
+        Traffic.of_lengths(np.arange(number * count) / rate, np.tile(inputs, number), np.tile(outputs, number)),
+        EngineSettings(num_blocks=4000, max_seq_len=1600, tokens_per_block=16, max_batch_size=batch), PLAIN,
+        num_replicas=replicas))
+    assert arrival_window_rate(stamps.arrival_s, stamps.final_s) / rate >= SUSTAINED_SHARE - 0.005
+    assert rate > SUSTAINED_SHARE * at_once["requests_s"]
+    assert all(point["delays"] == "constant" and point["n"] == points[0]["n"] for point in points)
+
+
 def test_a_bound_lowers_the_rate(call):
     found = []
     share = ("--slo-share", "0.99")
     for more in ((), ("--slo-ttft-ms", "40", *share), ("--slo-e2e-ms", "100", *share)):
-        assert call(*EVENLY, "--find-saturation", "--max-probes", "7", *more) == 0
+        assert call("--find-saturation", "--max-probes", "7", *more) == 0
         found.append(read_result(Path("found.json"))["saturation"]["sustained"])
     # A prompt takes 32 ms alone, so that no request may wait longer than 8 ms; an answer takes 149 ms in any case.
     assert found[1] <= 1 / SERVICE_S < found[0] * 1.001 and found[2] is None
@@ -51,7 +76,7 @@ def test_a_bound_lowers_the_rate(call):
 
 @pytest.mark.parametrize("rate", [5.0, 20.0, 50.0])
 def test_the_fewest_replicas_are_the_load_rounded_up(call, rate):
-    assert call(*EVENLY, "--find-replicas", "--request-rate", str(rate), "--slo-ttft-ms", "40",
+    assert call("--find-replicas", "--request-rate", str(rate), "--slo-ttft-ms", "40",
                 "--slo-share", "0.99") == 0
     assert read_result(Path("found.json"))["capacity"]["sustained"] == int(np.ceil(rate * SERVICE_S))
 
@@ -59,6 +84,23 @@ def test_the_fewest_replicas_are_the_load_rounded_up(call, rate):
 def test_replicas_for_recorded_times(call):
     assert call("--find-replicas", "--slo-ttft-ms", "40", "--slo-share", "0.99") == 0       # 10 requests/s
     assert read_result(Path("found.json"))["capacity"]["sustained"] == int(np.ceil(10 * SERVICE_S))
+
+
+def test_recorded_times_are_repeated_until_the_quarters_of_a_run_are_alike():
+    """All work arrives in the first half, so that the second half of one repetition would seem sustained."""
+    times = np.concatenate([np.arange(60) * 0.1, 6 + np.arange(20) * 0.3])
+    traffic = Traffic.of_lengths(times, np.full(80, 50), np.where(np.arange(80) < 60, 50, 1))
+    probed = probed_traffic(traffic, Load(), 1, 8)
+    assert len(probed) == 4 * 80 and np.all(np.diff(probed.arrival_s) > 0)
+    assert np.allclose(probed.arrival_s[80:160] - times, times[-1] * 80 / 79)
+    assert np.array_equal(probed.output_tokens, np.tile(traffic.output_tokens, 4))
+
+
+@pytest.mark.parametrize("search", [("--find-saturation",), ("--find-replicas", "--request-rate", "2")])
+def test_a_search_has_constant_intervals(call, search, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        call(*search, "--delays", "exponential")
+    assert f"--delays is exponential and {search[0]} was given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("first", [1, 7])
@@ -81,7 +123,8 @@ def rows_of_the_requests():
 
 
 def test_the_latencies_of_each_request_are_those_of_the_result(call):
-    assert call(*EVENLY, "--sweep", "request_rate=6,7", "--requests-csv", "each.csv", "--replicas", "2") == 0
+    assert call("--delays", "constant", "--sweep", "request_rate=6,7", "--requests-csv", "each.csv", "--replicas",
+                "2") == 0
     rows = rows_of_the_requests()
     assert [int(row["id"]) for row in rows] == [*range(300)] * 2 and {row["replica"] for row in rows} == {"0", "1"}
     for number, point in enumerate(read_result(Path("found.json"))["points"], 1):

@@ -1,5 +1,6 @@
 """The arrival process of a workload."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class Load:
             step = 1 + max(request["id"] for request in requests)
             ordered = [dict(request, id=request["id"] + number * step, repetition=number)
                        for number in range(self.repetitions) for request in ordered]
-        times = arrival_times(self.request_rate, self.delays, self.random_seed)
+        times = self.times()
         starts: dict[int | None, float] = {}        # session -> arrival of its first turn
         arriving = []
         for request in ordered:
@@ -57,6 +58,11 @@ class Load:
             starts[session] = starts[session] if is_later_turn(request) else next(times)
             arriving.append(dict(request, arrival_s=starts[session]))
         return arriving
+
+    def times(self) -> Iterator[float]:
+        """Yield the arrival times in seconds, without end. The load must have a rate above 0."""
+        assert self.request_rate
+        return arrival_times(self.request_rate, self.delays, self.random_seed)
 
     def offered_rate(self, requests: list[dict[str, Any]]) -> float | None:
         """Return the requests/s, or sessions/s, between the first and the last arrival.

@@ -5,6 +5,8 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from ...config import Parts
 from ...errors import counted
 from .client import Count
@@ -12,19 +14,18 @@ from .errors import BenchmarkError, InputError
 from .load import Load
 from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
-from .saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained, repetitions
+from .saturation import (
+    FEWEST_REQUESTS,
+    Saturation,
+    criterion_of,
+    find_saturation,
+    is_sustained,
+    probe_load,
+    repetitions,
+)
 from .session import Served, Session
 from .sessions import num_sessions
 from .summary import sweep_table
-
-
-def probe_load(options: argparse.Namespace, rate: float, repeated: int) -> Load:
-    """Return the load of a run of a search, whose requests arrive at constant intervals.
-
-    The chance of exponential intervals would move the completion rate of a few requests by more than the 5 % that
-    decide.
-    """
-    return replace(load_of(options, request_rate=rate), delays="constant", repetitions=repeated)
 
 
 class Measurement:
@@ -106,10 +107,13 @@ class Measurement:
     def _find_saturation(self) -> Saturation:
         options = self._options
         bounds, share = bounds_of(options), options.slo_share
-        repeated = repetitions(self._workload["n"], max(options.max_batch_size, options.max_num_sequences or 0))
+        in_order = sorted(self._workload["requests"], key=lambda request: request["arrival_s"])
+        repeated = repetitions(np.arange(len(in_order)), np.array([len(request["prompt"]) for request in in_order]),
+                               np.array([request["max_tokens"] for request in in_order]),
+                               max(options.max_batch_size, options.max_num_sequences or 0))
 
         def holds(rate: float) -> bool:
-            load = probe_load(options, rate, repeated)
+            load = probe_load(load_of(options, request_rate=rate), repeated)
             point = {**self._serve(load, f"{rate:.4g} requests/s"), "n": repeated * self._workload["n"]}
             self.points[-1] = point
             point["sustained"] = is_sustained(point, bounds, share)

@@ -104,7 +104,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--find-saturation", "requests arrive at constant intervals, are completed at 0.95 of the rate or more "
            "while they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of "
            "less than 16 full batches is repeated, up to 2,048 requests; one of at most 512 requests at least four "
-           "times")
+           "times; any other, up to four times, until the quarters of a run have the same tokens to 5 %%")
     shared("--max-probes", "including the first with all requests at once", "8", default=8)
     add_selection_arguments(parser)
 
@@ -213,13 +213,9 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; "
                      "leave out --time-scale, or leave out --request-rate, --concurrency, --sweep and "
                      "--find-saturation")
-    if options.find_saturation:
-        if options.delays == "exponential":
-            parser.error("--delays is exponential and --find-saturation was given, whose requests arrive at constant "
-                         "intervals; leave out --delays, or measure rates with --sweep request_rate=...")
-        options.delays = "constant"
     swept = options.sweep is not None and options.sweep[0] == "request_rate"
-    complete_selection(options, parser, has_rate=bool(options.request_rate or swept or options.find_saturation))
+    complete_selection(options, parser, has_rate=bool(options.request_rate or swept or options.find_saturation),
+                       search="find_saturation" if options.find_saturation else "")
     for name, needed in NEEDS.items():
         if getattr(options, name) != parser.get_default(name) and getattr(options, needed) in (None, False):
             first, second = (f"--{each.replace('_', '-')}" for each in (name, needed))

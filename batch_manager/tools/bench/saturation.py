@@ -1,9 +1,12 @@
 """Find the highest request rate that an engine sustains, by bisection."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from .load import Load
 from .metrics import Bounds
 
 SUSTAINED_SHARE = 0.95      # least completion rate while requests arrive, as a share of the arrival rate
@@ -82,13 +85,51 @@ def criterion_of(bounds: Bounds, share: float) -> str:
     return f"{completed}, {share:.0%} of them within {bounds.words()}" if bounds else completed
 
 
-def repetitions(num_requests: int, max_active: int) -> int:
+def probe_load(load: Load, repeated: int) -> Load:
+    """Return the load of a run of a search: the workload `repeated` times, its requests at constant intervals.
+
+    The chance of exponential intervals would move the completion rate of a few requests by more than the 5 % that
+    decide.
+    """
+    return replace(load, delays="constant", repetitions=repeated)
+
+
+def repetitions(arrival_s: np.ndarray, prompt_tokens: np.ndarray, output_tokens: np.ndarray, max_active: int,
+                engines: int = 1) -> int:
     """Return how often a run repeats a workload, so that a full batch is a small part of the run.
 
-    A small workload is repeated a multiple of four times: each quarter of the arrivals, which `arrival_window_rate`
-    compares, then has the same requests.
+    `arrival_window_rate` compares quarters of the run, which must have about the same work. A workload is therefore
+    repeated once more until no quarter of the run deviates by more than 5 % from a quarter of its requests, its prompt
+    tokens or its output tokens; a number that four divides gives equal quarters. A small workload is repeated at least
+    four times.
 
-    max_active   largest number of requests that the engine computes at a time
+    arrival_s       [n] arrival times within one repetition, ascending, in any unit
+    prompt_tokens, output_tokens   [n]
+    max_active      largest number of requests that an engine computes at a time
+    engines         number of engines that share the workload
     """
-    repeated = -(-min(BATCHES * max_active, MOST_REPEATED) // num_requests)
-    return -(-repeated // 4) * 4 if 4 * num_requests <= MOST_REPEATED else repeated
+    count = len(arrival_s)
+    repeated = -(-min(BATCHES * max_active, MOST_REPEATED) * engines // count)
+    if 4 * count <= MOST_REPEATED * engines:
+        repeated = max(repeated, 4)
+    places = (arrival_s - arrival_s[0]) / period_of(arrival_s)         # 0 to below 1
+    amounts = np.stack([np.ones(count), prompt_tokens, output_tokens])
+    while repeated % 4 and not _are_alike(places, amounts / amounts.sum(axis=1, keepdims=True), repeated):
+        repeated += 1
+    return repeated
+
+
+def period_of(arrival_s: np.ndarray) -> float:
+    """Return the seconds from the begin of a workload to that of its repetition, at its own mean rate."""
+    return float(np.ptp(arrival_s)) * len(arrival_s) / (len(arrival_s) - 1)
+
+
+def _are_alike(places: np.ndarray, shares: np.ndarray, repeated: int) -> bool:
+    """Return whether each quarter of `repeated` workloads has about a quarter of each amount.
+
+    places   [n] time of each request, as a fraction of a repetition
+    shares   [amounts, n] share of each request in each amount of a repetition
+    """
+    quarters = (4 * (np.arange(repeated)[:, None] + places) / repeated).astype(np.int64).ravel()
+    return all(np.allclose(np.bincount(quarters, np.tile(share, repeated), 4) * 4 / repeated, 1,
+                           rtol=0, atol=1 - SUSTAINED_SHARE) for share in shares)

@@ -6,13 +6,11 @@ bounds, a share of them is within the bounds.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from ..bench.saturation import BATCHES, MOST_REPEATED
-from ..datasets import Selection
-from ..datasets.selection import arrival_times
+from ..bench.load import Load
+from ..bench.saturation import period_of, probe_load, repetitions
 from .traffic import Traffic
 
 
@@ -61,14 +59,15 @@ def find_fewest_replicas(holds: Callable[[int], bool], first: int, most: int, ma
     return Capacity(sustained, broken or None, probes, criterion)
 
 
-def traffic_at(rate: float, traffic: Traffic, selection: Selection, max_active: int, replicas: int) -> Traffic:
-    """Return the traffic at `rate` requests/s, repeated so often that a full batch is a small part of it.
+def probed_traffic(traffic: Traffic, load: Load, max_active: int, engines: int) -> Traffic:
+    """Return the traffic of a run of a search, repeated as `bench.saturation.repetitions` says.
 
-    selection    has the kind and the seed of the times between requests
-    max_active   largest number of requests that a replica computes at a time
+    load         at its rate, requests arrive at constant intervals; without a rate, at the times of the traffic
+    max_active   largest number of requests that an engine computes at a time
     """
-    wanted = min(BATCHES * max_active, MOST_REPEATED) * replicas
-    repetitions = -(-wanted // len(traffic))
-    count = repetitions * len(traffic)
-    times_s = arrival_times(rate, selection.delays, selection.seed)
-    return traffic.repeated(repetitions, np.fromiter(islice(times_s, count), float, count))
+    times_s = traffic.arrival_s if load.request_rate is None else np.arange(len(traffic), dtype=float)
+    repeated = repetitions(times_s, traffic.input_tokens, traffic.output_tokens, max_active, engines)
+    if load.request_rate is None:
+        return traffic.repeated(repeated, np.concatenate(
+            [times_s + number * period_of(times_s) for number in range(repeated)]))
+    return traffic.repeated(repeated, np.fromiter(probe_load(load, repeated).times(), float, repeated * len(traffic)))

@@ -111,8 +111,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--slo-e2e-ms")
     shared("--slo-share", "for the two searches; with 0.99, a bound is one on the 99th percentile", "0.9", type=share,
            default=0.9)
-    shared("--find-saturation", "requests are completed at 0.95 of the rate or more while they arrive and, with "
-           "bounds, the share --slo-share of them is within the bounds. A small workload is repeated")
+    shared("--find-saturation", "as in bench: requests arrive at constant intervals, are completed at 0.95 of the rate "
+           "or more while they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload "
+           "is repeated until the quarters of a run have the same tokens to 5 %%")
     add("--find-replicas", action="store_true",
         help="search for the fewest replicas that sustain --request-rate, or the arrival times of the workload; the "
              "first number is --replicas")
@@ -197,7 +198,8 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--slo-share was given without a bound that requests can keep; add --slo-ttft-ms, --slo-itl-ms or "
                      "--slo-e2e-ms, or leave it out")
     complete_selection(options, parser,
-                       has_rate=bool(options.request_rate) or "request_rate" in swept or options.find_saturation)
+                       has_rate=bool(options.request_rate) or "request_rate" in swept or options.find_saturation,
+                       search=searches[0] if searches else "")
     if options.trace is not None and options.sweep:
         parser.error("--trace and --sweep were given; a trace records one simulation; leave one of them out")
     if options.plot is not None and not (options.sweep or searches):

@@ -22,7 +22,7 @@ from ..datasets import DatasetError, ReadReport, Selection, read_records, refuse
 from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
 from ..shared_options import POLICIES
-from .capacity import Capacity, find_fewest_replicas, traffic_at
+from .capacity import Capacity, find_fewest_replicas, probed_traffic
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
 from .figures import point_fields, stamps_of
@@ -53,8 +53,7 @@ class Study:
             cost.error.check(options.max_fit_error / 100)
         self._cost = replace(cost, generation_spread=(), mixed_spread=()) if options.no_scatter else cost
         self._report = ReadReport()
-        self._selection = _selection(options)
-        self._traffic = self._read(self._selection)
+        self._traffic = self._read(_selection(options))
         self.points: list[dict[str, Any]] = []
         self._requests_csv: Any = None      # writes the rows of --requests-csv
 
@@ -98,7 +97,7 @@ class Study:
         self._check_count("--find-saturation")
 
         def holds(rate: float) -> bool:
-            return self._is_sustained({"request_rate": rate}, self._traffic_at(rate, options.replicas))
+            return self._is_sustained({"request_rate": rate}, self._probed(rate, options.replicas))
 
         # The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
         at_once = self._traffic.repeated(1, np.zeros(len(self._traffic)))
@@ -119,9 +118,7 @@ class Study:
                              "set --request-rate, or use a workload with arrival times")
 
         def holds(replicas: int) -> bool:
-            rate = options.request_rate
-            return self._is_sustained({"replicas": replicas},
-                                      self._traffic if rate is None else self._traffic_at(rate, replicas))
+            return self._is_sustained({"replicas": replicas}, self._probed(options.request_rate, replicas))
 
         return find_fewest_replicas(holds, options.replicas, MOST_REPLICAS, options.max_probes,
                                     criterion_of(bounds_of(options), options.slo_share))
@@ -131,10 +128,10 @@ class Study:
             raise InputError(f"the workload has {counted(len(self._traffic), 'request')}; {option} needs at least "
                              f"{FEWEST_REQUESTS}; use a larger workload")
 
-    def _traffic_at(self, rate: float, replicas: int) -> Traffic:
+    def _probed(self, rate: float | None, replicas: int) -> Traffic:
         options = self._options
         most_active = max(options.max_batch_size, options.max_num_sequences or 0)
-        return traffic_at(rate, self._traffic, self._selection, most_active, replicas)
+        return probed_traffic(self._traffic, Load(request_rate=rate), most_active, replicas)
 
     def _is_sustained(self, changed: dict[str, Any], traffic: Traffic) -> bool:
         """Simulate the traffic with changed settings, and return whether its rate was sustained."""
