@@ -14,6 +14,8 @@ LONGER = ("clip", "drop")
 DELAYS = ("exponential", "constant")
 POLICIES = {"guaranteed_no_evict": SchedulerPolicy.GUARANTEED_NO_EVICT,
             "max_utilization": SchedulerPolicy.MAX_UTILIZATION}
+CONCURRENCY = ("alone: the next one arrives when one is done, whatever the recorded times; with --request-rate: "
+               "arrived requests wait in the client, which counts as latency")
 FLAG = argparse.BooleanOptionalAction
 MOST_DRAWN = 10_000_000        # requests
 
@@ -124,15 +126,19 @@ def add_rate_arguments(add: Callable[..., Any], more: str, shown: str, **keyword
 
 
 def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentParser, *, has_rate: bool,
-                       search: str = "") -> None:
+                       has_concurrency: bool = False, search: str = "") -> None:
     """Set the defaults of `add_selection_arguments`. Ends the program if an option would have no effect.
 
+    has_rate, has_concurrency   whether a rate above 0, or a concurrency, is set or swept
     search   attribute of the option that asks for a search of a rate, whose requests arrive at constant intervals; "":
              none
     """
     if search and options.delays == "exponential":
         parser.error(f"--delays is exponential and --{search.replace('_', '-')} was given, whose requests arrive at "
                      "constant intervals; leave out --delays, or measure rates with --sweep request_rate=...")
+    if getattr(options, "time_scale", 1) != 1 and (has_rate or has_concurrency or options.request_rate is not None):
+        parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; leave "
+                     "out --time-scale, or leave out --request-rate, --concurrency, --find-saturation and their sweep")
     if options.delays is not None and not has_rate:
         parser.error("--delays was given without --request-rate, whose requests it spaces; add a rate, or leave out "
                      "--delays")

@@ -35,7 +35,8 @@ def random_settings(random):
         enable_chunked_context=random.random() < 0.8, enable_trt_overlap=random.random() < 0.15)
 
 
-def random_traffic(random, count):
+def random_traffic(random, count, sessions=0):
+    """Return traffic, of `sessions` sessions if it is above 0."""
     records, now = [], 0.0
     for number in range(count):
         now += float(random.exponential(random.choice([0.001, 0.05, 0.3])))
@@ -44,15 +45,28 @@ def random_traffic(random, count):
         if random.random() < 0.5:            # half of the prompts begin with copies of one of three tokens
             prompt = [int(random.integers(3))] * int(random.integers(1, length + 1))
             prompt += random.integers(3, 1000, length - len(prompt)).tolist()
-        records.append(Record(number, number, now, length, int(random.integers(1, 400 - length)), (), prompt))
+        output = int(random.integers(1, 400 - length))
+        records.append(Record(number, number, now, length, output, (), prompt))
+        if sessions:        # the longest session reaches the longest sequence, and fails
+            prompt, output = random.integers(3, 1000, 1 + length % 40).tolist(), 1 + output % 40
+            records[-1] = Record(number, number, now, len(prompt), output, (), prompt, int(random.integers(sessions)),
+                                 float(random.choice([0.0, 0.0, 0.2])))
     return Traffic.of_records(records)
 
 
-def random_run(seed, count, leaps):
+def turns_of(turns):
+    """Return the traffic of (session or None, arrival in seconds, prompt tokens, output tokens, think_s)."""
+    return Traffic.of_records([
+        Record(number, number, arrival_s, size, output, (), [number + 10] * size, session, think_s)
+        for number, (session, arrival_s, size, output, think_s) in enumerate(turns)])
+
+
+def random_run(seed, count, leaps, sessions=0):
     """Simulate random traffic with random settings, which depend on the seed."""
     random = np.random.default_rng(seed)
-    traffic, settings = random_traffic(random, count), random_settings(random)
+    traffic, settings = random_traffic(random, count, sessions), random_settings(random)
     return simulate(traffic, settings, BOUNDED_COST, leaps=leaps, seed=seed, num_replicas=int(random.integers(1, 4)),
+                    at_most=[None, 3][random.integers(2)] if sessions else None,
                     concurrency=[None, None, 5][random.integers(3)],
                     routing=["round-robin", "least-loaded", "longest-prefix"][random.integers(3)])
 

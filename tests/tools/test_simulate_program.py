@@ -126,7 +126,9 @@ def test_made_up_traces_are_simulated_by_their_names(call, capsys):
      "twice"),
     (["--cost", "cost.json", "--workload", "w.json", "--sweep", "max_batch_size=2", "--trace", "t"],
      "--trace and --sweep"),
-    (["--cost", "cost.json", "--workload", "w.json", "--concurrency", "2", "--request-rate", "1"], "leave one out"),
+    *((["--cost", "cost.json", "--workload", "w.json", "--time-scale", "0.5", *load], "replaces the recorded times")
+      for load in (["--concurrency", "2"], ["--request-rate", "0"], ["--sweep", "concurrency=1,2"],
+                   ["--find-saturation"])),
     (["--cost", "cost.json", "--workload", "w.json", "--out", "no/such/folder"], "--out: no/such/folder"),
     (["--cost", "cost.json", "--workload", "w.json", "--plot", "p"], "without --sweep"),
     (["--cost", "cost.json", "--workload", "w.json", "--out", "w.json"], "--workload and --out both name w.json"),

@@ -16,6 +16,7 @@ from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
 from .saturation import (
     FEWEST_REQUESTS,
+    WITH_SESSIONS,
     Saturation,
     criterion_of,
     find_saturation,
@@ -47,9 +48,7 @@ class Measurement:
         self.points: list[dict[str, Any]] = []
         self.served: list[Served] = []
         if options.find_saturation and num_sessions(self._workload["requests"]):
-            raise InputError("--find-saturation was given and the workload has sessions, whose later turns arrive "
-                             "after answers; expected requests with a rate; pass --turns 1, or --sweep "
-                             "request_rate=...")
+            raise InputError(WITH_SESSIONS.format(option="--find-saturation"))
         if options.find_saturation and self._workload["n"] < FEWEST_REQUESTS:
             raise InputError(f"the workload has {counted(self._workload['n'], 'request')}; --find-saturation needs at "
                              f"least {FEWEST_REQUESTS}; use a larger workload")

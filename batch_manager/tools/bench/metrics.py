@@ -89,11 +89,16 @@ def turn_figures(requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, R
     for request in requests:
         if "turn" in request:
             by_turn.setdefault(request["turn"], []).append(request)
-    found = []
-    for turn, of in sorted(by_turn.items()):
-        values = figures(of, receipts, wall_s, streaming=streaming)
-        found.append({"turn": turn, "n": len(of), **{name: values[name] for name in FIGURES_OF_A_TURN}})
-    return found or None
+    return [turn_entry(turn, len(of), figures(of, receipts, wall_s, streaming=streaming))
+            for turn, of in sorted(by_turn.items())] or None
+
+
+def turn_entry(turn: int, count: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of `turn_figures` for `count` requests, each the `turn`-th of its session.
+
+    values   figures of these requests
+    """
+    return {"turn": turn, "n": count, **{name: values[name] for name in FIGURES_OF_A_TURN}}
 
 
 def figures_of(stamps: Stamps, failures: Sequence[tuple[int, str]], wall_s: float, *, streaming: bool = True,

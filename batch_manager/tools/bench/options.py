@@ -11,7 +11,7 @@ from ...names import TrtGptModelType
 from ..command_parser import CommandParser, at_least, positive, rate, share, within
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
-from ..shared_options import FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
+from ..shared_options import CONCURRENCY, FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
 from .help_text import ABOUT, HOW_IT_ENDS
 from .original_options import help_text, rewritten
 
@@ -92,8 +92,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--format", shown="by content", choices=FORMATS)
     shared("--tokenizer", "for texts", "the model's", type=Path)
     shared("--output-tokens", "of texts that do not specify it", type=at_least(1))
-    shared("--concurrency", "alone: the next one arrives when one is done, whatever the recorded times; with "
-           "--request-rate: arrived requests wait in the client, which counts as latency", "any")
+    shared("--concurrency", CONCURRENCY, "any")
     add("--first-batch-delay", type=within(0, MOST_DELAY_MS), default=0.0, metavar="MS",
         help="milliseconds before the first request is submitted; they count as latency (0)")
     add("--static-emulated-batch-size", type=at_least(1), metavar="N",
@@ -208,13 +207,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         if all(getattr(options, name) is not None and getattr(options, name) is not False for name in names):
             first, second = (f"--{name.replace('_', '-')}" for name in names)
             parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
-    if options.time_scale != 1 and (options.request_rate is not None or options.concurrency or options.sweep
-                                    or options.find_saturation):
-        parser.error("--time-scale was given with a rate or a concurrency, which replaces the recorded times; "
-                     "leave out --time-scale, or leave out --request-rate, --concurrency, --sweep and "
-                     "--find-saturation")
-    swept = options.sweep is not None and options.sweep[0] == "request_rate"
-    complete_selection(options, parser, has_rate=bool(options.request_rate or swept or options.find_saturation),
+    swept = "" if options.sweep is None else options.sweep[0]
+    complete_selection(options, parser,
+                       has_rate=bool(options.request_rate or swept == "request_rate" or options.find_saturation),
+                       has_concurrency=bool(options.concurrency or swept == "concurrency"),
                        search="find_saturation" if options.find_saturation else "")
     for name, needed in NEEDS.items():
         if getattr(options, name) != parser.get_default(name) and getattr(options, needed) in (None, False):

@@ -13,6 +13,8 @@ SUSTAINED_SHARE = 0.95      # least completion rate while requests arrive, as a 
 CLOSE = 1.05                # the search ends when the two rates differ by less than this factor
 GROWTH = 1.5                # factor of the next rate while every rate so far was sustained
 FEWEST_REQUESTS = 10        # with fewer requests, a rate is meaningless
+WITH_SESSIONS = ("{option} was given and the workload has sessions, whose later turns arrive after answers; expected "
+                 "requests with a rate; pass --turns 1, or --sweep request_rate=...")
 BATCHES, MOST_REPEATED = 16, 2048    # full batches in a run, up to this number of requests; a smaller workload repeats
 
 

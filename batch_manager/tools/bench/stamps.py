@@ -1,7 +1,7 @@
 """Token timestamps of all requests, in columns."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,12 @@ class Stamps:
         """Return [n]: the mean seconds between the tokens of each request; NaN for fewer than two tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(self.tokens > 1, (self.last_s - self.first_s) / (self.tokens - 1), np.nan)
+
+    def without_gaps(self, chosen: np.ndarray) -> "Stamps":
+        """Return the timestamps of the requests with these indices, without the durations between their tokens."""
+        columns = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Stamps(**{name: column[:0] if name in ("gaps_s", "gap_counts") else column[chosen]
+                         for name, column in columns.items()})
 
     @classmethod
     def of_receipts(cls, requests: Sequence[Mapping[str, Any]], receipts: Mapping[int, Receipt]) -> "Stamps":

@@ -84,7 +84,7 @@ def table(result: Result) -> str:
     if result["user_tok_s"]:
         rows.append(["tokens/s of one user", *(number(result["user_tok_s"][which]) for which in NAMES)])
     out += aligned(rows)
-    if result.get("turns"):       # a simulation has none
+    if result.get("turns"):
         out += ["", *aligned(turn_rows(result["turns"]))]
     return "\n".join(out)
 

@@ -38,12 +38,17 @@ def read_arrivals(path: str | os.PathLike, selection: Selection | None = None, *
     output_tokens   output length of texts that do not specify a length
     report          receives the counts of kept and changed requests; None: no report
 
-    Raises DatasetError, with the position of the fault. The call itself does not raise this error, even if the file
-    does not exist: the returned iterator raises it.
+    Raises DatasetError, with the position of the fault, and for a turn of a session, whose prompt has answers that are
+    not known. The call itself does not raise this error, even if the file does not exist: the returned iterator raises
+    it.
     """
     blocks = BlockIds()
     for record in read_records(path, selection, format=format, tokenizer=tokenizer, output_tokens=output_tokens,
                                report=report):
+        if record.session is not None:
+            raise DatasetError(os.fspath(path), f"request {record.number} is a turn of a session",
+                               "expected requests that do not wait for answers; batch-manager bench and simulate serve "
+                               "them", "pass --turns 1, which takes the first turn of each as a request")
         ids = record.prefix_ids if record.prompt is None else blocks.ids(record.prompt)
         yield Arrival(record.time_s or 0.0, record.input_tokens, record.output_tokens, ids)
 
@@ -53,18 +58,13 @@ def read_records(path: str | os.PathLike, selection: Selection | None = None, *,
                  report: ReadReport | None = None) -> Iterator[Record]:
     """Like `read_arrivals`, but yield a `Record` for each request, with the prompt tokens if the file has tokens.
 
-    Raises DatasetError for a turn of a session, whose prompt has answers that are not known.
+    Turns of sessions are yielded too.
     """
     report = ReadReport() if report is None else report
     with open_source(path) as source:
         report.format, reader = open_records(source, format, vocab_size=None, tokenizer=tokenizer,
                                              output_tokens=output_tokens)
-        for record in select(reader, selection or Selection(), report):
-            if record.session is not None:
-                raise DatasetError(reader.place(record.position), "the request is a turn of a session",
-                                   "expected requests that do not wait for answers; batch-manager bench serves them",
-                                   "pass --turns 1, which takes the first turn of each as a request")
-            yield record
+        yield from select(reader, selection or Selection(), report)
 
 
 def read_workload(path: str | os.PathLike, selection: Selection | None = None, *, vocab_size: int,

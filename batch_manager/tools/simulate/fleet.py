@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...stats.trace import IterationTrace
+from ..bench.client import NOT_SENT
 from ..interrupts import interrupts_between_steps
 from .cost_model import CostModel
 from .engine_settings import EngineSettings
@@ -18,6 +21,7 @@ from .traffic import Traffic
 
 STEPS_BETWEEN_COLLECTIONS = 20_000
 REQUESTS_BETWEEN_LOOKS = 100
+DONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,8 @@ class Run:
     """A completed simulation.
 
     wall_s      virtual seconds from the beginning to the last final response
-    arrival_s   [n] arrival of each request in virtual seconds. In a closed loop, these times differ from the
-                arrival times in `traffic`
+    arrival_s   [n] arrival of each request in virtual seconds. In a closed loop, and for later turns of sessions,
+                these times differ from the arrival times in `traffic`
     """
 
     traffic: Traffic
@@ -37,32 +41,46 @@ class Run:
 
 
 def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num_replicas: int = 1,
-             routing: str = "round-robin", concurrency: int | None = None, seed: int = 0,
+             routing: str = "round-robin", concurrency: int | None = None, at_most: int | None = None, seed: int = 0,
              trace: Callable[[IterationTrace], None] | None = None, leaps: bool = True,
              watch: Callable[[int, float], None] | None = None) -> Run:
     """Serve the traffic until its last final response.
 
     routing       name of a routing rule, a key of ROUTING
-    concurrency   number of requests in progress in a closed loop, in which the next request arrives when one is done;
-                  None: requests arrive at the times of the traffic
+    concurrency   number of requests or sessions in progress in a closed loop, in which the next one arrives when one is
+                  done; None: they arrive at the times of the traffic
+    at_most       requests on all replicas at a time: an arrived request waits, and is routed when fewer are; None: any
     seed          seed of the random variation of step times
     trace         called with the IterationTrace of each iteration of the first replica; None: no trace
     leaps         whether to compute many uneventful iterations at once, which is faster and gives the same figures
     watch         called with (requests done, virtual seconds) each time that another 100 requests are done
 
-    Raises ConfigError for settings that a manager would refuse.
+    After a failed turn, the later turns of its session fail with NOT_SENT. Raises ConfigError for settings that a
+    manager would refuse.
     """
     log_book = LogBook(len(traffic))
     arrival_s = traffic.arrival_s.tolist()
-    arriving = deque(range(len(traffic)))
-    due: list[tuple[float, int]] = []            # in a closed loop: (time, index)
-    ended_at, num_done = 0.0, 0
+    turns = traffic.turns
+    following = {} if turns is None else turns.following
+    arriving = deque(range(len(traffic)) if turns is None else np.flatnonzero(turns.number == 1).tolist())
+    due: list[tuple[float, int]] = []            # (time, index of a request that arrives; DONE: a request is done)
+    held: deque[int] = deque()                   # requests that arrived and wait until fewer than `at_most` are inside
+    ended_at, num_done, num_inside = 0.0, 0, 0
 
     def on_final(index: int, now: float) -> None:
         nonlocal ended_at, num_done
         ended_at, num_done = max(ended_at, now), num_done + 1
         if watch is not None and num_done % REQUESTS_BETWEEN_LOOKS == 0:
             watch(num_done, now)
+        if at_most is not None:
+            heapq.heappush(due, (now, DONE))
+        after = following.get(index)
+        if after is not None and index not in log_book.errors:
+            heapq.heappush(due, (now + float(turns.think_s[after]), after))
+            return
+        while after is not None:
+            log_book.errors[after], arrival_s[after] = NOT_SENT, now
+            after, num_done = following.get(after), num_done + 1
         if concurrency is not None and arriving:
             heapq.heappush(due, (now, arriving.popleft()))
 
@@ -78,10 +96,11 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
     with interrupts_between_steps() as check_interrupt, _few_collections() as collect:
         while True:
             check_interrupt()
-            if concurrency is None:
-                next_s = arrival_s[arriving[0]] if arriving else None
+            is_due = bool(due) and (concurrency is not None or not arriving or due[0][0] <= arrival_s[arriving[0]])
+            if is_due:
+                next_s = due[0][0]
             else:
-                next_s = due[0][0] if due else None
+                next_s = arrival_s[arriving[0]] if arriving and concurrency is None else None
             if busy and (next_s is None or busy[0][0] < next_s):
                 at, _, number = busy[0]
                 replica = replicas[number]
@@ -95,11 +114,20 @@ def simulate(traffic: Traffic, settings: EngineSettings, cost: CostModel, *, num
                 else:
                     heapq.heappop(busy)
             elif next_s is not None:
-                index = arriving.popleft() if concurrency is None else heapq.heappop(due)[1]
-                arrival_s[index] = next_s
+                index = heapq.heappop(due)[1] if is_due else arriving.popleft()
+                if index == DONE:
+                    num_inside -= 1
+                else:
+                    arrival_s[index] = next_s
+                if at_most is not None:
+                    if index != DONE:
+                        held.append(index)
+                    if not held or num_inside >= at_most:
+                        continue
+                    index, num_inside = held.popleft(), num_inside + 1
                 replica = replicas[router.choose(index)]
                 before = replica.next_s if replica.unfinished else None
-                replica.hand_over(index, next_s)
+                replica.hand_over(index, next_s, arrival_s[index])
                 if replica.next_s != before:
                     heapq.heappush(busy, (replica.next_s, replica.is_running, replica.number))
             else:

@@ -12,7 +12,14 @@ from ...config import BLOCK_SIZES, KvCacheConfig
 from ..command_parser import CommandParser, at_least, positive, rate, share
 from ..datasets import FORMATS
 from ..output_file import why_no_folder, why_not_distinct, why_not_writable
-from ..shared_options import POLICIES, HelpFormatter, add_selection_arguments, add_shared, complete_selection
+from ..shared_options import (
+    CONCURRENCY,
+    POLICIES,
+    HelpFormatter,
+    add_selection_arguments,
+    add_shared,
+    complete_selection,
+)
 from .cost_model import MOST_ERROR, P90_TO_MEDIAN
 from .routing import ROUTING
 
@@ -28,7 +35,8 @@ virtual clock. A cost model predicts the time of each step. No model is loaded.
         --block-reuse
 
 Fit on a run that covers the plan: many and few sequences, long and short prompts. Steps beyond that range are
-extrapolated, and the result counts them. Figures are those of batch-manager bench; batch-manager compare accepts both.
+extrapolated, and the result counts them. Loads, sessions included, and figures are those of batch-manager bench;
+batch-manager compare accepts both.
 """
 HOW_IT_ENDS = """Sweepable settings: {swept}.
 
@@ -104,7 +112,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     shared("--format", shown="by content", choices=FORMATS)
     shared("--tokenizer", "for texts")
     shared("--output-tokens", "of texts that do not specify it", type=at_least(1))
-    shared("--concurrency", "the next one arrives when one is done", "any")
+    shared("--concurrency", CONCURRENCY, "any")
     add_selection_arguments(parser)
     shared("--slo-ttft-ms")
     shared("--slo-itl-ms")
@@ -179,9 +187,6 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     for name in swept:
         if swept.count(name) > 1:
             parser.error(f"--sweep {name} was given twice; expected each name once; put all its values into one sweep")
-    given = {name for name in ("concurrency", "request_rate") if getattr(options, name) is not None or name in swept}
-    if len(given) > 1:
-        parser.error("a concurrency and a request rate were given; only one can determine arrivals; leave one out")
     searches = [name for name in ("find_saturation", "find_replicas") if getattr(options, name)]
     for name in searches:
         for other in ("sweep", "concurrency", "trace", *(
@@ -199,6 +204,7 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
                      "--slo-e2e-ms, or leave it out")
     complete_selection(options, parser,
                        has_rate=bool(options.request_rate) or "request_rate" in swept or options.find_saturation,
+                       has_concurrency=bool(options.concurrency) or "concurrency" in swept,
                        search=searches[0] if searches else "")
     if options.trace is not None and options.sweep:
         parser.error("--trace and --sweep were given; a trace records one simulation; leave one of them out")

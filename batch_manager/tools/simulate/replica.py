@@ -77,14 +77,14 @@ class Replica:
         """Number of prompt tokens found in the KV cache."""
         return self.backend.reused_tokens
 
-    def hand_over(self, index: int, now: float) -> None:
-        """Queue the request `index`, which arrives at `now`. An idle replica begins at once."""
+    def hand_over(self, index: int, now: float, arrived_at_s: float) -> None:
+        """Queue the request `index` at `now`. An idle replica begins at once."""
         if not self.unfinished:
             self.clock.now = max(self.clock.now, now)
         elif self._leap is not None and self._lean is not None and self._lean.has_room:
             leap, self._leap = self._leap, None
             self._lean.carry_out(leap, leap.begun_before(now))
-        self._waiting.append((index, now))
+        self._waiting.append((index, arrived_at_s))
         self._log_book.replica[index] = self.number
         self.unfinished += 1
 

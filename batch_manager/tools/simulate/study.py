@@ -13,11 +13,18 @@ import numpy as np
 from ...errors import counted
 from ...stats.trace import TraceWriter
 from ..bench.errors import InputError
-from ..bench.files import REQUEST_COLUMNS, request_rows_of
+from ..bench.files import REQUEST_COLUMNS, TURN_COLUMNS, request_rows_of
 from ..bench.load import Load
 from ..bench.result import provenance, python_version, version_text
 from ..bench.run import bounds_of
-from ..bench.saturation import FEWEST_REQUESTS, Saturation, criterion_of, find_saturation, is_sustained
+from ..bench.saturation import (
+    FEWEST_REQUESTS,
+    WITH_SESSIONS,
+    Saturation,
+    criterion_of,
+    find_saturation,
+    is_sustained,
+)
 from ..datasets import DatasetError, ReadReport, Selection, read_records, refuse_options_of_texts, selection_of
 from ..datasets.reading import SHARE_OF_MEMORY, memory_bytes
 from ..output_file import OutputFiles
@@ -75,7 +82,8 @@ class Study:
         trace = None if options.trace is None else TraceWriter(files.open(options.trace, "wb"))
         if options.requests_csv is not None:
             self._requests_csv = csv.writer(files.open(options.requests_csv))
-            self._requests_csv.writerow([*REQUEST_COLUMNS, "replica"])
+            has_turns = self._traffic.turns is not None
+            self._requests_csv.writerow([*REQUEST_COLUMNS, *(TURN_COLUMNS if has_turns else []), "replica"])
         if options.find_saturation:
             found = self._find_saturation()
             return {**self._shared(), "kind": "saturation", "swept": "request_rate", "saturation": asdict(found),
@@ -124,6 +132,8 @@ class Study:
                                     criterion_of(bounds_of(options), options.slo_share))
 
     def _check_count(self, option: str) -> None:
+        if self._traffic.turns is not None:
+            raise InputError(WITH_SESSIONS.format(option=option))
         if len(self._traffic) < FEWEST_REQUESTS:
             raise InputError(f"the workload has {counted(len(self._traffic), 'request')}; {option} needs at least "
                              f"{FEWEST_REQUESTS}; use a larger workload")
@@ -147,20 +157,22 @@ class Study:
         options = argparse.Namespace(**{**vars(self._options), **changed})
         if traffic is None:
             traffic = self._read(_selection(options)) if "request_rate" in changed else self._traffic
+        load = Load(request_rate=options.request_rate, concurrency=options.concurrency,
+                    delays=options.delays, random_seed=options.random_seed)
         began = time.perf_counter()
         with _Progress(options, len(traffic), label) as watch:
             run = simulate(traffic, self._settings(options, traffic), self._cost, num_replicas=options.replicas,
-                           routing=options.routing, concurrency=options.concurrency, seed=options.scatter_seed,
+                           routing=options.routing, concurrency=options.concurrency if load.is_closed else None,
+                           at_most=None if load.is_closed else options.concurrency, seed=options.scatter_seed,
                            trace=trace, leaps=not options.no_leaps, watch=watch)
-        load = Load(request_rate=options.request_rate, concurrency=options.concurrency,
-                    delays=options.delays, random_seed=options.random_seed)
-        mode = "closed loop" if options.concurrency else "online" if traffic.arrival_s[-1] > 0 else "offline"
+        mode = "closed loop" if load.is_closed else "online" if traffic.arrival_s[-1] > 0 else "offline"
         self.points.append({"settings": changed, **self._fields(options, run.replicas[0].num_blocks),
                             **point_fields(run, load, mode, bounds_of(options), time.perf_counter() - began)})
         if self._requests_csv is not None:
             rows = request_rows_of(len(self.points), load, range(len(traffic)), stamps_of(run), run.log_book.errors)
-            self._requests_csv.writerows([*row, replica] for row, replica in
-                                         zip(rows, run.log_book.replica.tolist(), strict=True))
+            more = [] if traffic.turns is None else traffic.turns.columns()
+            self._requests_csv.writerows([*row, *each] for row, each in zip(
+                rows, zip(*more, run.log_book.replica.tolist(), strict=True), strict=True))
 
     def _settings(self, options: argparse.Namespace, traffic: Traffic) -> EngineSettings:
         tokens = options.max_tokens_in_paged_kvcache
