@@ -46,9 +46,10 @@ All kernels but the last run one program per row and piece of the vocabulary, so
               order. A digit has 11 bits, the third 10: two digits cover a 16-bit logit, three a float32. There is
               one pass for each filter and each digit after the first. The pass takes the logits that share the digits
               of the threshold so far, and counts and weighs them by the next digit. The first of these passes also
-              weighs all logits by their first digit, for top-p. The weights that top-k removes are subtracted when its
-              threshold is known. Weights are integers, in units of 2^-40 of the largest, so that their sums do not
-              depend on the order
+              weighs the logits by their first digit, for top-p: with top-k, those above the first digit of its
+              threshold; otherwise those that top-p can keep, and all others as one sum. Weights are integers, in units
+              of 2^-40 of the largest, so that their sums do not depend on the order. Most logits have few first
+              digits; a program sums the weights of a frequent digit before it adds them to those of other programs
     mass      sum the kept weights of each piece
     token     one program per row: find the piece that u falls into, then the token; set the results
 
@@ -62,6 +63,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device_limits import device_limits
 from .philox import philox_uniform
 from .sample_scratch import BUCKETS as NUM_BUCKETS
 from .sample_scratch import MAX_BLOCK, num_digits, num_histograms
@@ -77,6 +79,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 UNIT = tl.constexpr(1099511627776.0)    # 2^40
+FREQUENT = tl.constexpr(64)             # number of weights of a bucket from which on a program sums them itself
 
 
 @triton.jit
@@ -229,6 +232,28 @@ def _kept_by_top_k(histogram_ptr, row, digits, DIGITS: tl.constexpr):
     return weights
 
 
+@triton.jit
+def _add_weights(histogram_ptr, bucket, weight, adds):
+    """Add weights to a histogram in global memory.
+
+    Additions to one address run one after another. The program therefore sums the weights of a bucket that has at
+    least FREQUENT of them, and adds the sum.
+
+    bucket, weight, adds   bucket and weight of each logit, and whether to add it
+    """
+    buckets = tl.arange(0, BUCKETS)
+    count = tl.histogram(bucket, BUCKETS, mask=adds)
+    most = tl.max(count, 0)
+    while most >= FREQUENT:
+        frequent = tl.min(tl.where(count == most, buckets, BUCKETS), 0)
+        tl.atomic_add(histogram_ptr + frequent, tl.sum(tl.where(adds & (bucket == frequent), weight, 0), 0),
+                      sem="relaxed")
+        adds = adds & (bucket != frequent)
+        count = tl.where(buckets == frequent, 0, count)
+        most = tl.max(count, 0)
+    tl.atomic_add(histogram_ptr + bucket, weight, mask=adds, sem="relaxed")
+
+
 # Slices of the per-row tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "count_ptr"])
 def _sample_piece_kernel(
@@ -325,12 +350,12 @@ def _sample_digit_kernel(
         tl.store(missing_ptr + index, missing)
 
     x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
-    order = _order_of(x)
+    order = _order_of(x).to(tl.uint32)                    # fewer registers
     shift = tl.where(digit == 1, SECOND_SHIFT, 0)
     shift_before = tl.where(digit == 1, FIRST_SHIFT, SECOND_SHIFT)
     # No logit starts with the digits KEEPS_ALL.
-    counts = (x > -float("inf")) & (x >= threshold) & ((order >> shift_before) == digits)
-    bucket = ((order >> shift) & (tl.where(digit == 1, BUCKETS, LAST_BUCKETS) - 1)).to(tl.int32)
+    counts = (x > -float("inf")) & (x >= threshold) & ((order >> shift_before).to(tl.int32) == digits.to(tl.int32))
+    bucket = (order >> shift).to(tl.int32) & (tl.where(digit == 1, BUCKETS, LAST_BUCKETS) - 1)
     histogram_ptr += row * (3 * DIGITS - 2) * BUCKETS
     if (filter == TOP_K) & has_top_k:
         count = tl.histogram(bucket, BUCKETS, mask=counts).to(tl.int64)
@@ -342,10 +367,20 @@ def _sample_digit_kernel(
         weight = tl.exp2((x - top) * inverse_log2) * UNIT
         weight = tl.where(total > 0.0, weight, 0.0).to(tl.int64)           # no weights in rows that are not finite
         which = tl.where(filter == TOP_K, DIGITS - 2 + digit, 2 * DIGITS - 2 + digit)
-        tl.atomic_add(histogram_ptr + which * BUCKETS + bucket, weight, mask=counts & (weight > 0), sem="relaxed")
+        _add_weights(histogram_ptr + which * BUCKETS, bucket, weight, counts & (weight > 0))
         if weighs_all:
+            histogram_ptr += (2 * DIGITS - 2) * BUCKETS
+            least = tl.full((), 1, tl.int64)
+            if has_top_k == 0:
+                # Top-p keeps no logit of less than half the weight with which all logits would weigh 1 - top_p of the
+                # total: the others weigh more than top_p. Bucket 0, which no number has, gets the sum of these weights.
+                share = tl.where(total > 0.0, (1.0 - top_p) * total / num_tokens, 0.0)
+                least = tl.maximum((share * (0.5 * UNIT)).to(tl.int64), 1)
+                rest = tl.sum(tl.where(weight < least, weight, 0), 0)
+                tl.atomic_add(histogram_ptr, rest, mask=rest > 0, sem="relaxed")
+            # With top-k, the weights up to the first digit of its threshold are not read; see _kept_by_top_k.
             first = (order >> FIRST_SHIFT).to(tl.int32)
-            tl.atomic_add(histogram_ptr + (2 * DIGITS - 2) * BUCKETS + first, weight, mask=weight > 0, sem="relaxed")
+            _add_weights(histogram_ptr, first, weight, (weight >= least) & (first > digits))
 
 
 @triton.jit(
@@ -485,11 +520,12 @@ def sample_token(
     if not only_greedy:
         min_p = torch.zeros_like(top_p) if min_p is None else min_p
         known, missing = allocate(2, digits, dtype=torch.int64), allocate(2, digits, dtype=torch.int64)
+        warps = 16 if device_limits().rows_pass_shared else 8     # 16 have too few registers on AMD GPUs
         for filter in (TOP_K.value, TOP_P.value):
             for digit in range(1, digits):
                 _sample_digit_kernel[grid](
                     logits, *parameters, best, total, counts, histograms, known, missing, threshold, filter, digit,
-                    *sizes, DIGITS=digits, num_warps=8, **settings,
+                    *sizes, DIGITS=digits, num_warps=warps, **settings,
                 )
         _sample_mass_kernel[grid](
             logits, *parameters, min_p, best, total, histograms, known, missing, threshold, mass, *sizes, DIGITS=digits,

@@ -29,7 +29,7 @@ worker = load("interpreter_worker", sys.argv[2])
 parent = Path(sys.argv[3])
 draw = random.Random(0)
 answers = []
-with worker.dots_in_one_order():
+with worker.dots_in_one_order(None, True):
     for family, dtype, small, circumstances in [
         ("qwen3", "float32", {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "head_dim": 16},
          differential.Circumstances(chunk=16, pauses={1: {1}}, overlap=True)),

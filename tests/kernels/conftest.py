@@ -54,14 +54,14 @@ class Interpreter:
     def __init__(self):
         self.process = None
 
-    def __call__(self, module, function, args, kwargs, dots_in_one_order=False, note_calls_of=None):
+    def __call__(self, module, function, args, kwargs, **options):
         if self.process is None:
             environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.quick_interpreter", "tests.kernels.interpreter_worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=HERE.parents[1],
             )
-        request = (module, function, args, kwargs, dots_in_one_order, note_calls_of)
+        request = (module, function, args, kwargs, options)
         worker_protocol.send(self.process.stdin, request)
         answer = worker_protocol.receive(self.process.stdout)
         assert isinstance(answer, tuple), answer or "the interpreter's process died"
@@ -86,21 +86,21 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def run_kernel(interpreter):
-    """run_kernel(name, *args, function=None, dots_in_one_order=False, **kwargs): runs the Triton kernel `name`.
+    """run_kernel(name, *args, function=None, interpreted={}, **kwargs): runs the Triton kernel `name`.
 
     The kernel mutates the arguments.
 
-    function            name of the wrapper in the kernel's module; None: `name`
-    dots_in_one_order   make the interpreter sum the terms of a product like a GPU, for bitwise comparisons
+    function      name of the wrapper in the kernel's module; None: `name`
+    interpreted   how the interpreter runs: the options of interpreter_worker.py. They have no effect on a GPU
     """
 
-    def run(module, *args, function=None, dots_in_one_order=False, **kwargs):
+    def run(module, *args, function=None, interpreted={}, **kwargs):
         if RECORD_TO:
             with open(RECORD_TO, "a") as file:
                 file.write(argument_sets.described(module, function or module, args, kwargs) + "\n")
             return _oracle_in_its_place(module, function or module, args, kwargs)
         if DEVICE == "cpu":
-            return interpreter(module, function or module, args, kwargs, dots_in_one_order)
+            return interpreter(module, function or module, args, kwargs, **interpreted)
         found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
         return getattr(found, function or module)(*args, **kwargs)
 
@@ -118,7 +118,7 @@ def calls_within(interpreter):
     def calls(module, *args, of, **kwargs):
         if DEVICE != "cpu":
             pytest.skip("calls are noted in the interpreter")
-        return interpreter(module, module, args, kwargs, note_calls_of=of)
+        return interpreter(module, module, args, kwargs, noted_calls_of=of)
 
     return calls
 

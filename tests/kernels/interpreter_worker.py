@@ -1,16 +1,18 @@
 """Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
-Reads requests from standard input: (module of the kernel, function, args, kwargs, whether `dots_in_one_order` applies,
-name of a function whose calls are noted, or None). It answers each request with (result, tensor arguments after the
-call), or with a traceback. If calls are noted, a list replaces the result: for each call, the shapes of its arguments
-that are tensors of several elements. A message consists of eight bytes with its length, and an object written by
-torch.save.
+Reads requests from standard input: (module of the kernel, function, args, kwargs, options). The options choose how the
+interpreter runs, by functions of this file: "dots_in_one_order": True, "program_order": a seed, "noted_calls_of": a
+function of the module, "noted_atomics": True. It answers each request with (result, tensor arguments after the call), or
+with a traceback. With an option that notes something, the notes replace the result. A message consists of eight bytes
+with its length, and an object written by torch.save.
 """
 
 import contextlib
 import importlib
 import io
+import math
 import os
+import random
 import struct
 import sys
 import traceback
@@ -38,7 +40,7 @@ def tensors_of(args, kwargs):
 
 
 @contextlib.contextmanager
-def dots_in_one_order():
+def dots_in_one_order(module, is_on):
     """Make interpreted `tl.dot` sum the products of every element of a tile in the same order, as a matrix unit does.
 
     The interpreter uses numpy's product, in which the bits of a row depend on its position in the tile.
@@ -59,8 +61,32 @@ def dots_in_one_order():
 
 
 @contextlib.contextmanager
-def calls_noted(module, name):
-    """Yield a list to which each call of this function by the kernels of `module` appends the shapes of its tensors."""
+def program_order(module, seed):
+    """Make the interpreter run the programs of each launch in a random order."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    draw, orders, set_index = random.Random(seed), [], InterpreterBuilder.set_grid_idx
+
+    def set_random_index(self, x, y, z):
+        sizes = self.grid_dim
+        if x == y == z == 0:
+            orders.append(draw.sample(range(math.prod(sizes)), math.prod(sizes)))
+        place = orders[-1][(x * sizes[1] + y) * sizes[2] + z]
+        set_index(self, place // (sizes[1] * sizes[2]), place // sizes[2] % sizes[1], place % sizes[2])
+
+    InterpreterBuilder.set_grid_idx = set_random_index
+    try:
+        yield
+    finally:
+        InterpreterBuilder.set_grid_idx = set_index
+
+
+@contextlib.contextmanager
+def noted_calls_of(module, name):
+    """Yield a list to which each call of this function by the kernels of `module` appends the shapes of its tensors.
+
+    Only tensors of several elements count.
+    """
     function, calls = getattr(module, name), []
 
     def noted(*args, **kwargs):
@@ -75,19 +101,34 @@ def calls_noted(module, name):
         setattr(module, name, function)
 
 
+@contextlib.contextmanager
+def noted_atomics(module, is_on):
+    """Yield a list of the atomic operations: (program ids, addresses, bits of an operand)."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    operate, noted = InterpreterBuilder.create_atomic_rmw, []
+
+    def create_atomic_rmw(self, operation, pointer, value, mask, *more):
+        noted.append((tuple(self.grid_idx), pointer.data[mask.data].tolist(), 8 * value.data.itemsize))
+        return operate(self, operation, pointer, value, mask, *more)
+
+    InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
+    try:
+        yield noted
+    finally:
+        InterpreterBuilder.create_atomic_rmw = operate
+
+
 def serve(requests, answers):
     torch.set_num_threads(1)
     while (request := receive(requests)) is not None:
-        module, function, args, kwargs, in_one_order, watched = request
+        module, function, args, kwargs, options = request
         try:
             found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
             with contextlib.ExitStack() as changes:
-                if in_one_order:
-                    changes.enter_context(dots_in_one_order())
-                calls = changes.enter_context(calls_noted(found, watched)) if watched else None
+                notes = [changes.enter_context(globals()[name](found, value)) for name, value in options.items()]
                 result = getattr(found, function)(*args, **kwargs)
-            if calls is not None:
-                result = calls
+            result = next((noted for noted in notes if noted is not None), result)
             send(answers, (result, tensors_of(args, kwargs)))
         except Exception:
             send(answers, traceback.format_exc())

@@ -31,7 +31,7 @@ def test_a_row_has_the_same_bits_alone_and_anywhere_among_others(run_kernel, ran
     rows, weight = random(70, size, dtype=dtype), random(40, size, dtype=dtype)
 
     def product(rows):
-        return run_kernel("deterministic_linear", rows, weight, dots_in_one_order=True)
+        return run_kernel("deterministic_linear", rows, weight, interpreted={"dots_in_one_order": True})
 
     together = product(rows)
     for row in (0, 1, 31, 32, 69):

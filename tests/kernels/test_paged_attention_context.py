@@ -427,7 +427,7 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
         work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16).work_list).to(query.device)
         return run_kernel("paged_attention_context", query[start:stop], cache.pool, cache.block_table,
                           integers([0, stop - start]), integers([stop]), work_list, head_size**-0.5,
-                          uniform_rows=16, dots_in_one_order=True, **settings)
+                          uniform_rows=16, interpreted={"dots_in_one_order": True}, **settings)
 
     whole = attend(0, length)
     for start, stop in [(0, 16), (0, 1), (7, 40), (40, 75), (74, 75), (48, 49)]:

@@ -1,3 +1,5 @@
+from collections import Counter
+
 import pytest
 import torch
 
@@ -241,3 +243,30 @@ def test_top_p_of_what_top_k_keeps_ends_in_any_digit(assert_same_draw, random, r
     logits = torch.cat([1 + random(10, 400).abs() / 64, random(10, 400) - 3], 1).to(dtype)
     logits[5:, :200] = logits[5:, :1]
     assert_same_draw(logits, row_parameters([0.9] * 10, top_k, top_p))
+
+
+@pytest.mark.parametrize("counts, shares, kept", [
+    ([300, 300, 8400], [0.510, 0.290, 0.200], 1), ([300, 300, 8400], [0.490, 0.310, 0.200], 2),
+    ([300, 4000, 4700], [0.498, 0.264, 0.238], 2), ([300, 300, 8400], [0.490, 0.005, 0.505], 3)])
+def test_the_weight_of_logits_that_top_p_cannot_keep_counts(run_kernel, row_parameters, dtype, counts, shares, kept):
+    """The kernel weighs such logits together, such as 8,400 of one kind with 0.2 of the weight. Top-p is 0.5.
+
+    kept   number of kinds, from the first, that top-p keeps
+    """
+    rows = 12
+    logits = torch.cat([torch.full((count,), share / count).log() for share, count in zip(shares, counts)]).to(dtype)
+    kinds, order = torch.arange(3).repeat_interleave(torch.tensor(counts)), torch.randperm(9000)
+    tokens, _, _ = run_kernel("sample_token", logits[order].repeat(rows, 1), *row_parameters(
+        [1.0] * rows, [0] * rows, [0.5] * rows))
+    assert kinds[order][tokens.long().cpu()].max() == kept - 1
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (0, 0.05), (0, 0.9999), (40, 0.9)])
+def test_a_program_adds_to_no_address_often(interpreter, random, row_parameters, is_recording, top_k, top_p):
+    """Additions to one address wait for each other. Without sums of a program, there are up to 1,000 to an address."""
+    if is_recording or torch.cuda.is_available():
+        pytest.skip("atomic operations are noted in the interpreter")
+    arguments = ((3 * random(1, 16_000)).half(), *row_parameters([1.0], [top_k], [top_p]))
+    noted = interpreter("sample_token", "sample_token", arguments, {}, noted_atomics=True)
+    times = Counter((program, address) for program, addresses, bits in noted if bits == 64 for address in addresses)
+    assert times and max(times.values()) <= 64
