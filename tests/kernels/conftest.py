@@ -86,21 +86,21 @@ def interpreter():
 
 @pytest.fixture(scope="session")
 def run_kernel(interpreter):
-    """run_kernel(name, *args, function=None, interpreted={}, **kwargs): runs the Triton kernel `name`.
+    """run_kernel(name, *args, function=None, interpreted=None, **kwargs): runs the Triton kernel `name`.
 
     The kernel mutates the arguments.
 
     function      name of the wrapper in the kernel's module; None: `name`
-    interpreted   how the interpreter runs: the options of interpreter_worker.py. They have no effect on a GPU
+    interpreted   options of interpreter_worker.py, without effect on a GPU; None: no options
     """
 
-    def run(module, *args, function=None, interpreted={}, **kwargs):
+    def run(module, *args, function=None, interpreted=None, **kwargs):
         if RECORD_TO:
             with open(RECORD_TO, "a") as file:
                 file.write(argument_sets.described(module, function or module, args, kwargs) + "\n")
             return _oracle_in_its_place(module, function or module, args, kwargs)
         if DEVICE == "cpu":
-            return interpreter(module, function or module, args, kwargs, **interpreted)
+            return interpreter(module, function or module, args, kwargs, **(interpreted or {}))
         found = importlib.import_module(f"batch_manager.triton_kernels.{module}")
         return getattr(found, function or module)(*args, **kwargs)
 

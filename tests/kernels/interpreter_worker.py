@@ -2,9 +2,9 @@
 
 Reads requests from standard input: (module of the kernel, function, args, kwargs, options). The options choose how the
 interpreter runs, by functions of this file: "dots_in_one_order": True, "program_order": a seed, "noted_calls_of": a
-function of the module, "noted_atomics": True. It answers each request with (result, tensor arguments after the call), or
-with a traceback. With an option that notes something, the notes replace the result. A message consists of eight bytes
-with its length, and an object written by torch.save.
+function of the module, "noted_atomics": True. It answers each request with (result, tensor arguments after the call),
+or with a traceback. With an option that notes something, the notes replace the result. A message consists of eight
+bytes with its length, and an object written by torch.save.
 """
 
 import contextlib

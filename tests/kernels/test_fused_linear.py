@@ -119,7 +119,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_of_other_tiles(run_kernel, 
     x, weight, norm_weight = random(256, 96), random(40, 96), random(96)
 
     def product(x):
-        return run_kernel("fused_linear", x, weight, None, norm_weight, None, 1e-5, interpreted={"dots_in_one_order": True})
+        return run_kernel("fused_linear", x, weight, None, norm_weight, None, 1e-5,
+                          interpreted={"dots_in_one_order": True})
 
     of_all = product(x)
     others = torch.cat([random(TILE_ROWS, 96), x[TILE_ROWS:]])
