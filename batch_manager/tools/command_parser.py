@@ -15,6 +15,7 @@ RETIRED = {
     "--prompt": "--input-min N --input-max N", "--output": "--output-min N --output-max N",
     "--output-len": "--output-tokens", "--max-batch": "--max-batch-size", "--max-tokens-per-step": "--max-num-tokens",
     "--threads": "--num-threads", "--json": "--report json", "--trace": "the name of the trace without an option",
+    "--save": "--trace", "--chunking": "--chunked-context, and --context-chunking-policy NAME",
 }
 
 

@@ -242,7 +242,7 @@ def test_a_request_that_arrives_after_the_others_ended_runs(arguments, status, t
 
 def test_a_saved_demonstration_draws_the_same_from_its_file(tmp_path, capsys):
     saved, svg = tmp_path / "trace.jsonl", tmp_path / "picture.svg"
-    assert main(["--demo", "--policy", "guaranteed_no_evict", "--save", str(saved), "--svg", str(svg),
+    assert main(["--demo", "--policy", "guaranteed_no_evict", "--trace", str(saved), "--svg", str(svg),
                  "--text"]) == 0
     drawn = capsys.readouterr().out
     assert main([str(saved)]) == 0

@@ -224,7 +224,7 @@ def test_a_damaged_trace_leaves_no_file_and_an_older_one_as_it_was(tmp_path, cap
     assert html.read_text() == "older"
 
 
-@pytest.mark.parametrize("option", ["--html", "--svg", "--save"])
+@pytest.mark.parametrize("option", ["--html", "--svg", "--trace"])
 def test_the_trace_itself_is_never_overwritten(option, tmp_path, traced, capsys):
     trace = tmp_path / "trace.jsonl"
     write(trace, traced(3))

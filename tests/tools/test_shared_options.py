@@ -79,7 +79,8 @@ def test_no_two_options_have_one_meaning(table):
     (["bench", "--model", "m", "--workload", "w", "--max_tokens_per_step", "3"], "--max-num-tokens"),
     (["bench", "--model", "m", "--workload", "w", "--dataset-format", "csv"], "--format"),
     (["trace", "slowest", "--count", "2", "t"], "--num-requests"),
-    (["draw", "--trace", "t"], "without an option"),
+    (["draw", "--demo", "--save", "t"], "--trace"),
+    (["draw", "--demo", "--chunking", "equal_progress"], "--chunked-context, and --context-chunking-policy NAME"),
     (["inspect", "m", "--json"], "--report json"),
     (["host-bench", "--output-len", "4"], "--output-tokens"),
 ])
@@ -98,6 +99,7 @@ def test_a_former_name_is_refused_with_the_new_one(argv, new, capsys):
     ["bench", "--model", "m", "--workload", "w", "--enable_exp_delays"],
     ["bench", "--model", "m", "--workload", "w", "--slo-share", "0.5"],
     ["bench", "--model", "m", "--workload", "w", "--max-probes", "3"],
+    ["draw", "--demo", "--context-chunking-policy", "equal_progress"],
     ["bench", "--model", "m", "--workload", "w", "--static-emulated-timeout", "3"],
 ])
 def test_an_option_without_an_effect_is_refused(argv, capsys):

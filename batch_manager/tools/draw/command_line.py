@@ -6,7 +6,7 @@
 
 To write a trace, use `batch-manager bench --trace FILE`, or `Parts(trace=TraceFile("trace.jsonl"))` in a program. The
 demonstration runs the real scheduler with a scripted model. `draw` prints text if no output file is named, or with
---text. The file of --html, --svg or --save can be "-", the standard output.
+--text. The file of --html, --svg or --trace can be "-", the standard output.
 
 Exit status: 0 drawn; 1 drawn, but requests of the demonstration cannot run; 2 an argument or a file is wrong, or the
 run is too large for text or SVG; 130 Ctrl-C.
@@ -37,21 +37,25 @@ from .timeline import Timeline
 DEMO_REQUESTS = "20+12,24+10,12+14@1,16+8@4,30+6@6"
 # The scripted backend allocates a table of num_blocks x max_batch_size entries.
 MOST_OF_DEMO = {"num_blocks": 100_000, "max_batch_size": 1_000, "max_num_tokens": 2**31 - 1}
-OF_DEMO = ("requests", "policy", "chunking", "num_blocks", "tokens_per_block", "max_batch_size", "max_num_tokens")
+OF_DEMO = ("requests", "policy", "chunked_context", "context_chunking_policy", "num_blocks",
+           "tokens_per_block", "max_batch_size", "max_num_tokens")
 NARROWEST = 20          # columns: the name of an iteration, and a cell
-CHUNKING = {"off": None, "first_come_first_served": ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+CHUNKING = {"first_come_first_served": ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
             "equal_progress": ContextChunkingPolicy.EQUAL_PROGRESS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(OF_DEMO)))
-    if bool(options.trace) == options.demo:
-        parser.error("expected either a trace or --demo")
+    if bool(options.source) == options.demo:
+        parser.error("expected either the name of a trace to draw or --demo; --trace names a file to write")
     given = [f"--{name.replace('_', '-')}" for name in OF_DEMO if getattr(options, name) is not None]
     if given and not options.demo:
         parser.error(f"a trace was given with {', '.join(given)}; expected such options only with --demo; leave them "
                      "out, or replace the trace with --demo")
+    if options.context_chunking_policy is not None and not options.chunked_context:
+        parser.error("--context-chunking-policy was given without --chunked-context, which alone uses it; add "
+                     "--chunked-context, or leave it out")
     for name in OF_DEMO:
         if getattr(options, name) is None:
             setattr(options, name, parser.get_default(name))
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:                                  # the reader of a picture has exited
         discard_standard_output()
     except (BatchManagerError, OSError, ValueError) as error:
-        print(f"batch-manager draw: {_words(error, options.trace)}", file=sys.stderr)
+        print(f"batch-manager draw: {_words(error, options.source)}", file=sys.stderr)
         return 2
     if complaint:
         print(f"batch-manager draw: {complaint}", file=sys.stderr)
@@ -87,11 +91,11 @@ def _words(error: Exception, trace: Path | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     first, _, rest = __doc__.partition("\n\n")
     parser = CommandParser(prog="batch-manager draw", description=first, epilog=rest)
-    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
+    parser.add_argument("source", nargs="?", type=Path, metavar="TRACE", help="a trace that a TraceFile wrote")
     parser.add_argument("--demo", action="store_true", help="run the scheduler with a scripted model and draw that run")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser: zoom, search, counters")
     parser.add_argument("--svg", type=Path, metavar="FILE", help=f"write the picture as SVG: {FOR_SVG}")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trace as JSON lines")
+    add_shared(parser.add_argument, "--trace", "of --demo, or the one that is read")
     parser.add_argument("--text", action="store_true", help=f"also print the text: {FOR_TEXT}")
     parser.add_argument("--width", type=at_least(NARROWEST), default=100,
                         help=f"columns of the text, at least {NARROWEST} (default %(default)s)")
@@ -99,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--requests", default=DEMO_REQUESTS, metavar="LIST",
                       help="PROMPT+OUTPUT[@ITERATION], separated by commas (default %(default)s)")
     add_shared(demo.add_argument, "--policy", shown="max_utilization", default="max_utilization", type=str.lower)
-    demo.add_argument("--chunking", default="off", type=str.lower, choices=CHUNKING, help="chunked context (off)")
+    add_shared(demo.add_argument, "--chunked-context", shown="off", default=False)
+    demo.add_argument("--context-chunking-policy", default="first_come_first_served", type=str.lower, choices=CHUNKING,
+                      help="which contexts get the chunks (first_come_first_served)")
     demo.add_argument("--num-blocks", type=int, default=14, help="KV cache blocks (14)")
     add_shared(demo.add_argument, "--tokens-per-block", shown="8", choices=None, default=8)
     add_shared(demo.add_argument, "--max-batch-size", shown="4", type=int, default=4)
@@ -108,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:
-    return {name: path for name in ("html", "svg", "save") if (path := getattr(options, name))}
+    return {name: path for name in ("html", "svg", "trace") if (path := getattr(options, name))}
 
 
 def _draw(options: argparse.Namespace) -> tuple[str, str]:
@@ -120,15 +126,15 @@ def _draw(options: argparse.Namespace) -> tuple[str, str]:
     _refuse_one_name_for_two(options)
     outputs = _outputs(options)
     shows_text = options.text or not outputs
-    with OutputFiles(source=options.trace) as files:
+    with OutputFiles(source=options.source) as files:
         # The files are opened before the trace is read, so that a file that cannot be written is reported at once.
         opened = {name: files.open(path, "wb") for name, path in outputs.items()}
         small = SmallRun(FOR_SVG if options.svg else FOR_TEXT) if options.svg or shows_text else None
         timeline = Timeline() if options.html else None
-        heading, iterations, complaint = _demo(options) if options.demo else ([], _read(options.trace), "")
+        heading, iterations, complaint = _demo(options) if options.demo else ([], _read(options.source), "")
         noted = _noted(iterations, small, timeline)
-        if options.save:
-            write_trace(noted, opened["save"])
+        if options.trace:
+            write_trace(noted, opened["trace"])
         else:
             deque(noted, maxlen=0)
         if options.svg:
@@ -162,7 +168,7 @@ def _refuse_one_name_for_two(options: argparse.Namespace) -> None:
 
 
 def _title(options: argparse.Namespace) -> str:
-    return f"Demonstration, {options.policy.upper()}" if options.demo else options.trace.name
+    return f"Demonstration, {options.policy.upper()}" if options.demo else options.source.name
 
 
 def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace], str]:
@@ -170,17 +176,16 @@ def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace],
     for name, most in MOST_OF_DEMO.items():
         if not 1 <= (value := getattr(options, name)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"expected 1 to {most:,}")
-    chunking = CHUNKING[options.chunking]
     params = TrtGptModelOptionalParams(
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block),
-        enable_chunked_context=chunking is not None,
-        context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED if chunking is None else chunking,
+        enable_chunked_context=options.chunked_context,
+        context_chunking_policy=CHUNKING[options.context_chunking_policy],
         max_batch_size=options.max_batch_size, max_num_sequences=options.max_batch_size * 4,
         max_num_tokens=options.max_num_tokens)
     policy = POLICIES[options.policy]
     heading = [f"{policy.name}, {options.num_blocks} blocks of {options.tokens_per_block} tokens, at most "
                f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
-               f"{options.chunking}"]
+               f"{options.context_chunking_policy if options.chunked_context else 'off'}"]
     requests, refusals = parse_requests(options.requests), []
     iterations = run_demo(requests, params, policy, options.num_blocks, say=refusals.append)
     complaint = f"{len(refusals)} of {len(requests)} requests cannot run; the first: {refusals[0]}" if refusals else ""
