@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from tests.first_hour.parts import BF16_TEST, ROOT, gpu_test_files
+from tests.first_quarter.steps import BF16_TEST, ROOT, gpu_test_files
 from tests.harness import gpu
 
 # tests/integration/test_whole_engine_interpreted.py also runs the other modes on interpreted kernels.

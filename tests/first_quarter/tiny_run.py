@@ -1,6 +1,6 @@
 """Runs a tiny engine with few kernel launches, because a sanitizer slows each launch a hundredfold.
 
-    python -m tests.first_hour.tiny_run --device cuda
+    python -m tests.first_quarter.tiny_run --device cuda
 
 Blocks have 16 tokens. The last prompt is so long that decode attention splits its sequence into parts and merges them,
 and that its context takes several steps.

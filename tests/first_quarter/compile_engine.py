@@ -1,0 +1,110 @@
+"""Compiles ahead, without a GPU, the kernels that an engine compiles when it is loaded on sm_90 (H100, H200).
+
+    python -m tests.first_quarter.compile_engine MODEL ROWS [TOKENS_PER_BLOCK]
+
+MODEL is a name of gpu_report/shapes.py, or the folder of a model. ROWS is the engine's `max_batch_size`. The program
+builds the engine in bfloat16 with graphs, as on a GPU, except that compiling replaces launching. The kernels, and the
+launchers that triton compiles for them, are kept in TRITON_CACHE_DIR. They are used where triton is the same file, and
+for launchers the version of Python. The last line is the number of kernels.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import triton
+from torch.nn import functional
+
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.runtime import graph_shapes, graphs, layouts, native_backend, step_fusion
+from batch_manager.tools.gpu_report import shapes
+from batch_manager.triton_kernels import dispatch
+from tests.kernels import compile_ahead_of_time as ahead
+
+SHAPES = {shape.name: shape for shape in (shapes.LLAMA_135M, shapes.LLAMA_1B, shapes.LLAMA_8B, shapes.QWEN3_600M)}
+POSITIONS = 4096
+
+
+class PassedOn:
+    """An attention of the comparison of a fused step, which returns the queries."""
+
+    def run(self, layer, query, *given, **more):
+        return query.reshape(len(query), -1).contiguous()
+
+
+def fused_step_once(fused, loaded, attention, uploads, step):
+    """Launch a fused step, in place of comparing it with the model's own."""
+    hidden = torch.zeros(step.num_tokens, loaded.spec.hidden_size, dtype=loaded.dtype)
+    fused.run(hidden, torch.zeros(step.num_tokens, dtype=torch.int64), PassedOn())
+
+
+def zeros(*size, dtype=None, **more):
+    """Return what torch.empty returns, but with values that a step accepts: zeros, and flags that are set."""
+    return (torch.ones if dtype == torch.bool else torch.zeros)(*size, dtype=dtype, **more)
+
+
+def build_engine(path: Path, rows: int, tokens_per_block: int, weights: int) -> None:
+    """Build an engine on a CPU that compiles its kernels and launches none.
+
+    weights   number of weights by which graphs are chosen
+    """
+    graph = lambda *given: SimpleNamespace(capture=lambda function: None, replay=lambda: None)     # noqa: E731
+    sizes = graph_shapes.mixed_sizes
+    with (mock.patch.object(dispatch, "_decide", lambda device_type: "triton"),
+          mock.patch.object(torch, "empty", zeros),
+          mock.patch.object(functional, "linear", lambda x, weight, bias=None: torch.zeros(
+              len(x), len(weight), dtype=x.dtype)),
+          mock.patch.object(torch.Tensor, "addmm_", lambda self, *given, **more: self),
+          mock.patch.object(step_fusion, "_compare", fused_step_once),
+          mock.patch.object(graphs, "CapturedGraph", graph),
+          mock.patch.object(native_backend, "may_capture", lambda *given: True),
+          mock.patch.object(native_backend, "difference_of_graphs", lambda *given, **more: ""),
+          mock.patch.object(native_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, weights)),
+          torch.inference_mode()):
+        native_backend.build_native_backend(path, TrtGptModelOptionalParams(
+            device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1, max_batch_size=rows, cpu_compile=False,
+            enable_chunked_context=True,
+            kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=64 * tokens_per_block)),
+            layout=layouts.fused, num_slots=rows)
+
+
+def build_launchers() -> int:
+    """Let triton compile a launcher of each compiled kernel. Return the number of kernels.
+
+    A launcher is linked with libcuda, which this machine lacks. It is stored before it is found that it cannot be
+    loaded.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    kernels = {kernel.hash: kernel for kernel in ahead.compiled}
+    for kernel in kernels.values():
+        try:
+            CudaLauncher(kernel.src, kernel.metadata)
+        except ImportError as error:
+            if "libcuda" not in str(error) and "undefined symbol: cu" not in str(error):
+                raise
+    return len(kernels)
+
+
+def main(model: str, rows: int, tokens_per_block: int = 64) -> None:
+    triton.runtime.driver.set_active(ahead.AbsentGpu(*ahead.GPUS["sm_90"], 0))
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "-x", "c",
+                        "/dev/null"], check=True)
+        os.environ["TRITON_LIBCUDA_PATH"] = folder
+        path, weights = Path(model), 2 * 10**6
+        if model in SHAPES:                                # one layer compiles what all layers compile
+            path = dataclasses.replace(SHAPES[model], layers=1, positions=POSITIONS).write(Path(folder))
+            weights = SHAPES[model].matrix_entries
+        build_engine(path, rows, tokens_per_block, weights)
+        print(f"{build_launchers()} kernels")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

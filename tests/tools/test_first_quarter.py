@@ -1,0 +1,220 @@
+"""The program for the first quarter of an hour on a GPU loses nothing, ends in time, and names what is there."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.first_quarter import __main__ as program
+from tests.first_quarter import runner
+from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
+from tests.first_quarter.steps import (
+    CALL_SECONDS,
+    COMMIT,
+    OUT,
+    PREPARED,
+    PYTHON,
+    RATES,
+    ROOT,
+    STEPS,
+    Step,
+    gpu_test_files,
+)
+
+# The required packages that the image of the GPU machine contains.
+IN_THE_IMAGE = {"torch", "triton", "numpy", "safetensors"}
+# Each step writes a file of its own; then one of them kills the program.
+STAND_INS = """
+import dataclasses, sys, time
+from pathlib import Path
+from tests.first_quarter.runner import Runner
+from tests.first_quarter.steps import OUT, STEPS
+call, killing, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+script = 'echo found > "$1/found"; test $2 = $3 && kill -9 $PPID; exit 0'
+steps = [dataclasses.replace(one, command=("sh", "-c", script, "sh", OUT, one.name, killing))
+         for one in STEPS if one.call == call]
+folders = [folder / name for name in ("out", "work", "cache")]
+Runner(*folders, {"PATH": "/bin:/usr/bin"}, {}, time.monotonic(), 600).run(steps)
+"""
+
+
+def step(script, name="a-step", limit=20, **options):
+    """Return a step that runs a shell script, whose first argument is the folder of the step."""
+    command = ("sh", "-c", script, "sh", OUT)
+    return Step(1, name, "a step", limit, 1, command, command, **options)
+
+
+def run(tmp_path, *steps, seconds=60.0, is_dry=False, values=None):
+    """Run the steps, and return (whether all succeeded, the entries of the list, name -> content of the archive)."""
+    call = Runner(tmp_path / "out", tmp_path / "work", tmp_path / "cache", {"PATH": os.environ["PATH"]},
+                    values or {}, time.monotonic(), seconds, is_dry=is_dry)
+    return call.run(steps), *came_back(tmp_path)
+
+
+def came_back(tmp_path):
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {ARCHIVE, LIST}
+    files = {}
+    if (tmp_path / "out" / ARCHIVE).exists():
+        with tarfile.open(tmp_path / "out" / ARCHIVE) as archive:
+            files = {one.name: archive.extractfile(one).read().decode() for one in archive if one.isfile()}
+    return (tmp_path / "out" / LIST).read_text(), files
+
+
+@pytest.mark.parametrize("killing", STEPS, ids=lambda one: one.name)
+def test_a_call_that_is_killed_in_a_step_leaves_every_earlier_result(killing, tmp_path):
+    names = [one.name for one in STEPS if one.call == killing.call]
+    subprocess.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT)
+    entries, files = came_back(tmp_path)
+    earlier = names[: names.index(killing.name)]
+    assert sorted(files) == sorted(f"results/{name}{end}" for name in earlier for end in ("/found", ".log"))
+    lines = entries.splitlines()
+    assert [line.split(":")[0] for line in lines] == [*earlier, killing.name]
+    assert all(": ok, " in line for line in lines[:-1]) and ": running since " in lines[-1]
+
+
+@pytest.mark.parametrize("call", CALL_SECONDS)
+def test_a_step_that_is_killed_costs_only_itself(call, tmp_path):
+    steps = [dataclasses.replace(step("echo found > $1/found; kill -9 $$"), name=one.name)
+             for one in STEPS if one.call == call]
+    succeeded, entries, files = run(tmp_path, *steps)
+    assert not succeeded and entries.count("FAILED with SIGKILL") == len(steps)
+    assert sum(name.endswith("/found") for name in files) == len(steps)
+
+
+def test_the_limits_of_a_call_fit_into_its_time():
+    for call, seconds in CALL_SECONDS.items():
+        assert sum(one.limit for one in STEPS if one.call == call) <= seconds
+    assert all(one.expected <= one.limit for one in STEPS)
+    assert len({one.name for one in STEPS}) == len(STEPS)
+    assert CALL_SECONDS == {1: 500, 2: 240}
+
+
+def test_a_step_that_fails_says_so_with_the_end_of_its_log(tmp_path):
+    succeeded, entries, files = run(tmp_path, step("echo so far; exit 3", "bad"), step("echo fine", "good"))
+    assert not succeeded
+    assert re.match(r"bad: FAILED with status 3, 0 s of 20 s, .*\n    so far\ngood: ok, ", entries)
+    assert files["results/good.log"] == "fine\n"
+    succeeded, entries, _ = run(tmp_path, dataclasses.replace(step(""), command=("no-such-program",)))
+    assert not succeeded and "not run, no-such-program cannot be started" in entries
+
+
+def test_a_step_ends_at_its_limit_with_its_children_after_it_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ENDING_SECONDS", 1.5)
+    script = "trap 'echo interrupted' INT; sleep 60 & echo $!; wait; wait"
+    began = time.monotonic()
+    succeeded, entries, files = run(tmp_path, step(script, limit=2), step("echo next", "next"))
+    assert not succeeded and time.monotonic() - began < 30
+    assert "FAILED: ended at its limit" in entries and "next: ok" in entries
+    child, *after = files["results/a-step.log"].split()
+    assert after == ["interrupted"]
+    assert not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text()
+
+
+def test_time_that_steps_leave_is_for_later_ones_and_the_call_ends_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ENDING_SECONDS", 0.5)
+    succeeded, _, _ = run(tmp_path, step("true", limit=9), step("sleep 1.5", "longer-than-its-limit", limit=1))
+    assert succeeded
+    succeeded, entries, _ = run(tmp_path, step("sleep 60", limit=50), step("true", "late"), seconds=1.5)
+    assert not succeeded and "a-step: FAILED: ended at its limit" in entries
+    assert "late: not run, 0 s were left; expected 1 s" in entries
+
+
+def test_an_interrupted_call_keeps_the_log_of_its_step(tmp_path):
+    code = STAND_INS.replace("echo found", "echo begun; sleep 60; echo found").replace(
+        "call, killing", "import signal; signal.signal(signal.SIGTERM, signal.default_int_handler)\ncall, killing")
+    process = subprocess.Popen([sys.executable, "-c", code, "2", "", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("work/*.log")) or not list(tmp_path.glob("work/*.log"))[0].read_text():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    entries, files = came_back(tmp_path)
+    assert files == {"results/kernels.log": "begun\n"} and "kernels: interrupted at" in entries
+
+
+def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):
+    denominators = pytest.importorskip("batch_manager.tools.gpu_report.denominators")
+    assert len(denominators.RATES) == NUM_RATES
+    line = json.dumps({"goal": "denominator", "status": "measured"})
+    show = ("sh", "-c", 'echo "$@"', "sh", RATES, COMMIT)
+    writes = f"printf '%s\\n' '{line}' >> $1/{LINES}; printf '{{' >> $1/{LINES}"
+    steps = [step(writes, "part"), Step(1, "before", "", 9, 1, show, show),
+             step(";".join(["printf '\\n' >> $1/" + LINES, *[f"printf '%s\\n' '{line}' >> $1/{LINES}"] * NUM_RATES]),
+                  "whole"), Step(1, "after", "", 9, 1, show, show)]
+    _, _, files = run(tmp_path, *steps, values={COMMIT: ["--commit", "abc"]})
+    assert files["results/before.log"] == "--commit abc\n"
+    assert files["results/after.log"] == f"--rates {tmp_path}/work/whole/{LINES} --commit abc\n"
+
+
+def test_variables_of_a_step_and_its_dry_command(tmp_path):
+    given = step("echo -$OWN-", environment=(("OWN", "1"),))
+    assert run(tmp_path, given)[2]["results/a-step.log"] == "-1-\n"
+    assert run(tmp_path, given, is_dry=True)[2]["results/a-step.log"] == "--\n"
+
+
+def test_commands_name_what_is_there():
+    known = {PYTHON, OUT, COMMIT, RATES, PREPARED, "{minutes}"}
+    for one in STEPS:
+        for command in (one.command, one.dry):
+            assert command[0] in (PYTHON, "env", "compute-sanitizer")
+            for argument in command:
+                assert not argument.startswith("{") or argument in known
+                path = argument.removeprefix("--ignore=")
+                assert not path.startswith("tests/") or (ROOT / path).exists(), argument
+    assert "tests/runtime/test_native_backend.py" in gpu_test_files()
+
+
+def test_what_the_package_needs_is_there_or_carried():
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", line)[0] for line in needed}
+    assert names - IN_THE_IMAGE == {"orjson"}
+
+
+def test_what_was_prepared_is_unpacked_for_the_steps(tmp_path):
+    import zipfile
+
+    prepared, scratch = tmp_path / "prepared", tmp_path / "scratch"
+    prepared.mkdir()
+    with zipfile.ZipFile(prepared / "carried-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried/__init__.py", "print('carried')")
+    with tarfile.open(prepared / program.KERNELS, "w:xz") as kernels:
+        kernels.addfile(tarfile.TarInfo("A/kernel.cubin"), io.BytesIO())
+    variables = program.environment(scratch, prepared, is_dry=False)
+    done = subprocess.run([sys.executable, "-c", "import carried"], env=variables, capture_output=True, text=True)
+    assert done.stdout == "carried\n"
+    assert (Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin").exists()
+
+
+def test_a_dry_run_of_a_step_runs_it_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "STEPS", [one for one in STEPS if one.name in ("facts", "memcheck")])
+    assert program.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    with tarfile.open(tmp_path / "call-2" / ARCHIVE) as archive:
+        tokens = json.loads(archive.extractfile("results/memcheck.log").read().splitlines()[-1])
+    assert set(tokens) == {"0", "1", "2", "3"}
+    assert "facts: ok, " in (tmp_path / "call-1" / LIST).read_text()
+
+
+def test_memcheck_sees_every_allocation_and_a_sequence_in_parts():
+    pytest.importorskip("triton")
+    from batch_manager.triton_kernels.decode_work_list import decode_work_list
+    from batch_manager.triton_kernels.device_limits import DeviceLimits
+    from batch_manager.triton_kernels.paged_attention_decode import decode_settings
+    from tests.first_quarter.tiny_run import CONFIG, NEW_TOKENS, REQUESTS, TOKENS_PER_BLOCK
+
+    (memcheck,) = (one for one in STEPS if one.name == "memcheck")
+    assert dict(memcheck.environment) == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    limits = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)      # of an H100
+    resident = decode_settings(CONFIG["head_dim"], TOKENS_PER_BLOCK, 2, limits).resident_programs
+    lengths = [length + NEW_TOKENS - 1 for length, _ in REQUESTS]
+    _, part_starts = decode_work_list(lengths, TOKENS_PER_BLOCK, CONFIG["num_key_value_heads"], resident)
+    assert TOKENS_PER_BLOCK == 16 and part_starts[-1] >= 3 and part_starts[1] == 0
