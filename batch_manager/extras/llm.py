@@ -139,7 +139,8 @@ class LLM:
              template_options: dict[str, Any] | None = None, **options: Any) -> Completion:
         """Format a conversation with the chat template, and return the model's answer to it.
 
-        messages           dictionaries with `role` and `content`; see `chat_prompt` for other keys
+        messages           dictionaries with `role` and `content`; see `chat_prompt` for other keys. A content may be a
+                           list of parts of type text, which are joined
         tools              JSON schemas of functions
         template_options   variables of the template, such as enable_thinking
 

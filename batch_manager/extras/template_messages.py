@@ -1,21 +1,63 @@
 """What a chat template gets, and what it makes of that: messages in the form that templates read, and unread input."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any
 
 from ..contained_log import log
-from ..errors import printable
+from ..errors import printable, type_name
 from .template_sandbox import Arguments, Message
 
 # The names of a message's reasoning in templates and APIs. If several are given, the first one counts.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+PART_KEYS = {"type": str, "text": str, "cache_control": Mapping, "prompt_cache_breakpoint": Mapping}
 MOST_CHECKS = 8          # of one call; rendering a prompt again costs as much as the prompt
 MOST_NAMES = 256         # of one template; clients choose them
 LONGEST_NAME = 64
 MOST_MESSAGES, LONGEST_PROMPT = 1000, 1_000_000    # of a conversation that is checked
+
+
+class PartError(Exception):
+    """A content part that cannot be joined to a text.
+
+    name      its name, such as `messages[0].content[1].type`
+    message   what is wrong with it, and what is expected
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(name, message)
+        self.name, self.message = name, message
+
+
+def text_of_parts(parts: Sequence[Any], path: str) -> str:
+    """Return the joined texts of the parts of a content. Hints for a cache have no effect: every prompt uses the cache.
+
+    path   name of the content in errors, such as `messages[0].content`
+
+    Raises PartError for a part that is not of type text, and for an unknown key.
+    """
+    texts = []
+    for number, part in enumerate(parts):
+        where = f"{path}[{number}]"
+        if not isinstance(part, Mapping):
+            raise PartError(where, f"got {type_name(part)}; expected an object")
+        for key, value in part.items():
+            if value is None:
+                continue
+            expected = PART_KEYS.get(key)
+            if expected is None:
+                raise PartError(f"{where}.{str(key)[:64]}", f"unknown name; expected {', '.join(sorted(PART_KEYS))}")
+            if not isinstance(value, expected):
+                raise PartError(f"{where}.{key}", f"got {type_name(value)}; expected {expected.__name__.lower()}")
+        if (kind := part.get("type")) != "text":
+            raise PartError(f"{where}.type", f"got {'nothing' if kind is None else repr(kind[:64])}; expected a content "
+                                             "part of type text; others are not supported")
+        if part.get("text") is None:
+            raise PartError(f"{where}.text", "missing; expected a string")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def template_message(message: dict[str, Any], read: set[Any]) -> Message:

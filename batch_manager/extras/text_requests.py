@@ -15,6 +15,7 @@ from ..option_values import plain_integer
 from .chat_template import chat_prompt
 from .generated_text import GeneratedText
 from .sampling import Sampling, in_names_of_options
+from .template_messages import PartError, text_of_parts
 from .text import TextStream
 from .tokenizer import LONG_TEXT, encode, load_tokenizer
 
@@ -99,11 +100,14 @@ class Prompts:
 
     def chat_ids(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
                  template_options: dict[str, Any] | None = None) -> list[int]:
-        """Return the token ids of a conversation. Raises the errors of `chat_prompt`, also for no message."""
+        """Return the token ids of a conversation. Contents that are lists of parts of type text are joined.
+
+        Raises the errors of `chat_prompt`, also for no message and for a part that cannot be joined.
+        """
         if isinstance(messages, list) and not messages:
             raise InvalidRequestError("messages is empty", "expected at least one message",
                                       'pass [{"role": "user", "content": "..."}]')
-        prompt = chat_prompt(self.source, messages, tools, **(template_options or {}))
+        prompt = chat_prompt(self.source, _with_texts(messages), tools, **(template_options or {}))
         return encode(self.tokenizer, prompt, add_special_tokens=False)
 
     def warm_up(self) -> None:
@@ -193,6 +197,23 @@ def each_prompt(prompts: Any) -> Iterator[Any]:
         return iter(prompts)
     raise TypeError(f"prompts is of type {type_name(prompts)}; expected a string, or a list of prompts; "
                     "put the prompts into a list, or pass a conversation to chat()")
+
+
+def _with_texts(messages: Any) -> Any:
+    """Return the messages with each content as one string. What is no list of messages stays as it is."""
+    if not isinstance(messages, list):
+        return messages
+    joined = []
+    for number, message in enumerate(messages):
+        if isinstance(message, Mapping) and isinstance(content := message.get("content"), list | tuple):
+            try:
+                message = {**message, "content": text_of_parts(content, f"messages[{number}].content")}
+            except PartError as error:
+                raise InvalidRequestError(f"{error.name}: {error.message.partition('; ')[0]}",
+                                          error.message.partition("; ")[2],
+                                          'pass parts such as {"type": "text", "text": "..."}, or a string') from None
+        joined.append(message)
+    return joined
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -14,6 +14,7 @@ from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.json_object import JsonObject  # noqa: E402
 from batch_manager.extras.openai.unread_fields import ANY, LABELS, LOGGED, NOT_BUILT, OF_CHATS, OF_COMPLETIONS  # noqa: E402
 from batch_manager.extras.repeated_names import repeated_name, unique_names  # noqa: E402
+from batch_manager.extras.template_messages import PART_KEYS  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
 MESSAGES = [{"role": "user", "content": "Hello."}]
@@ -247,6 +248,7 @@ def test_the_page_lists_what_the_code_reads(monkeypatch):
         return take(self, name, *arguments, **options)
 
     monkeypatch.setattr(JsonObject, "take", recorded)
+    taken |= {f"messages[].content[].{key}" for key in PART_KEYS}
     read(response_format={"type": "json_object"}, stream=True, stream_options={})
     schema = {"type": "json_schema", "json_schema": {"schema": {}}}
     read(True, response_format=schema, **part(), logprobs=True)

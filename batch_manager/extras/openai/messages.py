@@ -7,6 +7,7 @@ import orjson
 
 from ...errors import type_name
 from ..repeated_names import repeated_name
+from ..template_messages import PartError, text_of_parts
 from .errors import refused
 from .json_object import TWICE, JsonObject
 from .unread_fields import log_once
@@ -35,8 +36,10 @@ def _message(given: Any, path: str) -> dict[str, Any]:
     if (function := message.object("function_call")) is not None:     # OpenAI's older form
         _check_arguments(function)
     if type(content) is list:
-        return {**given, "content": "".join(_text(_element(part, f"{path}.content[{number}]"))
-                                            for number, part in enumerate(content))}
+        try:
+            return {**given, "content": text_of_parts(content, f"{path}.content")}
+        except PartError as error:
+            raise refused(error.name, error.message) from None
     return given
 
 
@@ -44,20 +47,6 @@ def _element(given: Any, path: str) -> JsonObject:
     if type(given) is not dict:
         raise refused(path, f"got {type_name(given)}; expected an object")
     return JsonObject(given, f"{path}.")
-
-
-def _text(part: JsonObject) -> str:
-    """Return the text of a content part. Hints for a cache have no effect: every prompt uses the cache."""
-    if (kind := part.take("type", str)) != "text":
-        raise part.refused("type", f"got {'nothing' if kind is None else repr(kind[:64])}; expected a content part of "
-                                   "type text; others are not supported")
-    text = part.take("text", str)
-    if text is None:
-        raise part.refused("text", "missing; expected a string")
-    for hint in ("cache_control", "prompt_cache_breakpoint"):
-        part.take(hint, dict)
-    part.check_rest()
-    return text
 
 
 def _check_call(call: JsonObject) -> None:
