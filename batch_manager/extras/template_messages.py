@@ -32,7 +32,7 @@ class PartError(Exception):
 
 
 def text_of_parts(parts: Sequence[Any], path: str) -> str:
-    """Return the joined texts of the parts of a content. Hints for a cache have no effect: every prompt uses the cache.
+    """Return the joined texts of the parts of a content. Hints for a cache have no effect: every prompt uses it.
 
     path   name of the content in errors, such as `messages[0].content`
 
@@ -52,8 +52,8 @@ def text_of_parts(parts: Sequence[Any], path: str) -> str:
             if not isinstance(value, expected):
                 raise PartError(f"{where}.{key}", f"got {type_name(value)}; expected {expected.__name__.lower()}")
         if (kind := part.get("type")) != "text":
-            raise PartError(f"{where}.type", f"got {'nothing' if kind is None else repr(kind[:64])}; expected a content "
-                                             "part of type text; others are not supported")
+            raise PartError(f"{where}.type", f"got {'nothing' if kind is None else repr(kind[:64])}; expected a "
+                                             "content part of type text; others are not supported")
         if part.get("text") is None:
             raise PartError(f"{where}.text", "missing; expected a string")
         texts.append(part["text"])

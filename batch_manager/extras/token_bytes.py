@@ -1,7 +1,7 @@
 """The bytes of single tokens, for names of tokens, positions in a text, and guided decoding."""
 
 import codecs
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .text import kind_of
@@ -123,3 +123,33 @@ class TokenPositions:
             self._offset = self._run_offset + len(self._run)
         self._run.clear()
         self._decoder.reset()
+
+
+class SpelledPositions:
+    """The positions of the tokens of an encoded text, in characters. Every character belongs to a token.
+
+    Special tokens that the text spells have their characters. A token that the tokenizer adds has none, and what a
+    normalizer changes counts as in the text.
+
+    ends   (first character, character after the last one) of each token, as the tokenizer states them
+    """
+
+    def __init__(self, ends: Sequence[tuple[int, int]]) -> None:
+        self._ends, self._offset = iter(ends), 0
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str) -> "SpelledPositions | None":
+        """Return the positions in `text`; None: the tokenizer does not state them."""
+        if hasattr(tokenizer, "encode_batch"):
+            (encoding,) = tokenizer.encode_batch([text])     # unlike `encode`, releases the interpreter lock
+            return cls(encoding.offsets)
+        if getattr(tokenizer, "is_fast", False):
+            return cls(tokenizer(text, return_offsets_mapping=True)["offset_mapping"])
+        return None
+
+    def next(self, _: int) -> int:
+        """Return the position of the next token."""
+        start, end = next(self._ends)
+        position = self._offset if start == end else min(start, self._offset)    # `start` may be after a space
+        self._offset = max(self._offset, end)
+        return position

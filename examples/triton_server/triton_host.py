@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import triton_python_backend_utils as pb_utils
 import triton_settings
@@ -43,7 +44,9 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: dict) -> None:
-        given = json.loads(args["model_config"]).get("parameters", {})
+        config = json.loads(args["model_config"])
+        self._inputs = [entry["name"] for entry in config.get("input", ())]
+        given = config.get("parameters", {})
         settings = triton_settings.read({name: value["string_value"] for name, value in given.items()
                                          if name != "FORCE_CPU_ONLY_INPUT_TENSORS"})
         self._lock = threading.Lock()                            # of the next three, which `execute` and the worker use
@@ -69,6 +72,7 @@ class TritonPythonModel:
             # Copies, because the server reuses the memory of these arrays after this call.
             tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
             try:
+                _check(request, self._inputs)
                 if _flag(tensors.pop("stop", None)):
                     self._stop(request.request_id())
                     sender.send(flags=FINAL)
@@ -90,7 +94,8 @@ class TritonPythonModel:
                 raise InvalidRequestError(f"id {client_id!r} is in use by an earlier request", "expected a unique id",
                                           "use another id, or none")
             ours, self._next_id = self._next_id, self._next_id + 1
-            made = InferenceRequest(ours, tensors, is_streaming=streaming)
+            made = InferenceRequest(ours, tensors, is_streaming=streaming,
+                                    deadline_s=request.timeout() / 1e6 or None, arrival_time=time.monotonic())
             self._live[ours] = Live(client_id, sender, frozenset(request.requested_output_names()))
             if client_id:
                 self._ids[client_id] = ours
@@ -138,6 +143,21 @@ class TritonPythonModel:
                         self._stops.add(request_id)
         with self._lock:
             return set(self._stops)
+
+
+def _check(request: object, inputs: list[str]) -> None:
+    """Refuse what Triton passes on beside the tensors, except the timeout. `inputs` are the names of all tensors.
+
+    The server's HTTP route `generate` makes a parameter of each field of the body that is no input.
+    """
+    names = sorted(name for name in json.loads(request.parameters() or "{}") if not name.startswith("triton_"))
+    if names:
+        near = get_close_matches(names[0], inputs, n=1)
+        raise InvalidRequestError(f"the parameter {names[0][:64]!r} is unknown", "expected tensors, and no parameters",
+                                  f"did you mean the input {near[0]!r}?" if near else "leave it out")
+    if request.correlation_id() not in (0, "") or request.flags():
+        raise InvalidRequestError("the request has a sequence_id, sequence_start or sequence_end",
+                                  "expected a request that belongs to no sequence", "use the request id instead")
 
 
 def _flag(array: object) -> bool:

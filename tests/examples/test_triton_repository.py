@@ -62,7 +62,10 @@ PB_UTILS = SimpleNamespace(TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, TritonError=T
 class Request:
     """A fake request of Triton's Python API. It is also its own response sender and keeps the responses."""
 
-    def __init__(self, request_id="", outputs=("output_ids", "finish_reason"), **tensors):
+    def __init__(self, request_id="", outputs=("output_ids", "finish_reason"), timeout=0, parameters="{}", sequence=0,
+                 **tensors):
+        self.timeout, self.parameters, self.correlation_id = lambda: timeout, lambda: parameters, lambda: sequence
+        self.flags = lambda: 0
         self._id, self._outputs, self.is_gone, self.responses = request_id, outputs, False, []
         self.over, self.lock = threading.Event(), threading.Lock()
         self._inputs = [Tensor(name, np.asarray(value).reshape(1, -1)) for name, value in tensors.items()]
@@ -116,7 +119,8 @@ def host(triton):
                   "cpu_compile": "false", "max_tokens_in_paged_kv_cache": "4096", "cancellation_check_period_ms": "20",
                   "stats_check_period_ms": "10"}
     host.initialize({"model_name": "gpt", "model_version": "1", "model_config": json.dumps(
-        {"parameters": {name: {"string_value": value} for name, value in parameters.items()}})})
+        {"parameters": {name: {"string_value": value} for name, value in parameters.items()},
+         "input": [{"name": name} for name, *_ in triton.make_repository.INPUTS]})})
     yield host
     host.finalize()
 
@@ -176,6 +180,19 @@ def test_refusals_have_the_servers_status(host):
     assert not first.over.is_set()
     first.is_gone = True
     first.result()
+
+
+def test_the_timeout_is_the_deadline_and_other_parameters_are_refused_by_name(host):
+    timed = Request("t", timeout=1, **LONG)      # 1 us: over before the worker takes the request
+    wrong = [Request(parameters='{"temprature": 0.5}', **LONG), Request(parameters='{"my_trace": "x"}', **LONG),
+             Request(sequence=7, **LONG)]
+    passed = Request(parameters='{"triton_enable_empty_final_response": true}', input_ids=[5], request_output_len=1)
+    host.execute([timed, *wrong, passed])
+    errors = [request.result()[-1].error for request in wrong]
+    assert {error.code for error in errors} == {TritonError.INVALID_ARG}
+    assert "did you mean the input 'temperature'?" in str(errors[0]) and "'my_trace'" in str(errors[1])
+    assert "sequence_id" in str(errors[2]) and len(passed.tokens()) == 1
+    assert str(timed.result()[-1].error).startswith("[DEADLINE] ")
 
 
 def test_the_repository_that_is_written(tmp_path):

@@ -340,12 +340,13 @@ def test_a_chat_goes_through_the_template_of_the_folder(tmp_path):
         backend_said = llm.chat(messages, max_tokens=2, temperature=0)
         assert backend_said.error is None and " a friend".startswith(backend_said.text) and backend_said.text
         assert "".join(llm.stream(messages, max_tokens=2, temperature=0)) == backend_said.text
-        in_parts = [{"role": "user", "content": [{"type": "text", "text": "Who is "}, {"type": "text", "text": "Emma?"}]}]
+        first, second = ({"type": "text", "text": text} for text in ("Who is ", "Emma?"))
+        in_parts = [{"role": "user", "content": [first, second]}]
         assert llm.chat(in_parts, max_tokens=2, temperature=0).text == backend_said.text
         assert "".join(llm.stream(in_parts, max_tokens=2, temperature=0)) == backend_said.text
-        for part, name in (({"type": "image_url"}, "type"), ({"type": "text", "txt": "?"}, "txt"), ({"type": "text"}, "text")):
+        for part, name in (({"type": "image"}, "type"), ({**second, "txt": "?"}, "txt"), ({"type": "text"}, "text")):
             with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.content\[1\]\.{name}: "):
-                llm.chat([{"role": "user", "content": [in_parts[0]["content"][0], part]}])
+                llm.chat([{"role": "user", "content": [first, part]}])
         with pytest.raises(InvalidRequestError, match="messages"):
             llm.chat("Who is Emma?")
         with pytest.raises(InvalidRequestError, match="1 tools have no effect"):

@@ -197,6 +197,22 @@ def test_echo_with_log_probs_tells_those_of_the_prompt_too():
     run(test, script=HASHED)
 
 
+@pytest.mark.parametrize("prompt", ["<s>Emma</s>  smiled</s>", "</s>", " é</s>", "</s>😀"])
+def test_an_echo_of_spelled_special_tokens_has_their_characters(prompt):
+    async def test(service):
+        (choice,) = (await whole(service, prompt=prompt, echo=True, logprobs=0, max_tokens=3))["choices"]
+        told = choice["logprobs"]
+        tokens = TOKENIZER.encode(prompt).ids
+        assert len(told["tokens"]) == len(tokens) + 3 and choice["text"].startswith(prompt)
+        ends = [*told["text_offset"][1:], len(choice["text"])]
+        pieces = [choice["text"][place:end] for place, end in zip(told["text_offset"], ends)]
+        assert pieces[0] == "" and "".join(pieces) == choice["text"]              # the first token is an added one
+        for name, piece in zip(told["tokens"][1:], pieces[1:], strict=True):
+            assert name.startswith("bytes:") or name == piece
+
+    run(test, script=HASHED)
+
+
 @pytest.mark.parametrize("text", ["Emma smiled, and", "It is 😀 a naïve café", "é😀", "— 文字 — ✓", "\x00\x7f 🎩🎩"])
 def test_offsets_are_those_of_characters_that_several_tokens_may_share(text):
     tokens = TOKENIZER.encode(text, add_special_tokens=False).ids

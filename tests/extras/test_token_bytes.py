@@ -10,7 +10,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 
 from batch_manager.extras.openai.token_names import TokenNames  # noqa: E402
-from batch_manager.extras.token_bytes import TokenBytes, TokenPositions  # noqa: E402
+from batch_manager.extras.token_bytes import SpelledPositions, TokenBytes, TokenPositions  # noqa: E402
 from tests.extras import text_streams  # noqa: E402
 from tests.extras.text_streams import DECODED_AT_THE_END, OMITTED, TOKENIZERS, text_behind, tokenizer_named  # noqa: E402
 
@@ -53,6 +53,27 @@ def test_joined_bytes_are_the_text_and_positions_point_into_it(name):
             seen["spaces"] += content.startswith(b" ")
             done += content
     assert seen["texts"] > 150 and seen["special"] > 20 and seen["spaces"] > 20
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_positions_in_an_encoded_text_are_those_of_the_spelled_tokens(name):
+    tokenizer, draw = tokenizers.Tokenizer.from_str(tokenizer_named(name).to_str()), random.Random(name)
+    seen = Counter()
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", begin)])
+    for _ in range(100):
+        text = "".join(draw.choice(text_streams.SEPARATORS) + draw.choice(text_streams.WORDS) for _ in range(6))
+        ids, positions = tokenizer.encode(text).ids, SpelledPositions.of(tokenizer, text)
+        places = [*map(positions.next, ids), len(text)]
+        assert places == sorted(places) and places[0] == places[1] == 0
+        for token, place, end in zip(ids[1:], places[1:], places[2:]):
+            if token == tokenizer.token_to_id("</s>"):
+                assert text[place:end].strip() == "</s>", (text, places)
+                seen["special"] += 1
+    assert seen["special"] > 5
+    transformers = pytest.importorskip("transformers")
+    theirs = SpelledPositions.of(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer), text)
+    assert [*map(theirs.next, ids), len(text)] == places and SpelledPositions.of(object(), text) is None
 
 
 @pytest.mark.parametrize(("name", "tokens", "names", "contents"), [

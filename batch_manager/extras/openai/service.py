@@ -22,7 +22,7 @@ from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt, compile_templates
 from ..generated_text import GeneratedText
 from ..sampling import check_end_ids
-from ..token_bytes import TokenPositions
+from ..token_bytes import SpelledPositions, TokenPositions
 from ..tokenizer import TooManyTokens, encode, load_tokenizer
 from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused, without_paths
@@ -409,14 +409,21 @@ class Answer:
         shape = self._shapes.log_probs
         if choice.prompt is not None:        # sent before the first token of the output
             prompt, choice.prompt = choice.prompt, None
-            choice.positions = TokenPositions(self._service.token_names.bytes, (), 0)
+            spelled = await asyncio.to_thread(self._spelled, choice)
+            if spelled is None:
+                spelled = choice.positions = TokenPositions(self._service.token_names.bytes, (), 0)
             for start in range(0, len(prompt.tokens), PROMPT_TOKENS_AT_ONCE):
                 place = slice(start, start + PROMPT_TOKENS_AT_ONCE)
                 yield shape(prompt.tokens[place], prompt.log_probs[place], prompt.top_log_probs[place],
-                            choice.positions)
+                            spelled)
                 await asyncio.sleep(0)
         if self._parsed.sampling.log_probs and delta.tokens:
             yield shape(delta.tokens, delta.log_probs, delta.top_log_probs, choice.positions)
+
+    def _spelled(self, choice: _Choice) -> SpelledPositions | None:
+        """Return the positions of the prompt's tokens in its text; None: they follow from the tokens."""
+        text = self._parsed.prompts[choice.index // self._parsed.count]
+        return SpelledPositions.of(self._service.tokenizer, text) if isinstance(text, str) else None
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object.
@@ -438,7 +445,7 @@ class Answer:
                 "total_ms": _milliseconds(monotonic() - self._arrived)}
 
     def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(tokens)
+        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from ...names import FinishReason
-from ..token_bytes import TokenPositions
+from ..token_bytes import SpelledPositions, TokenPositions
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
@@ -80,7 +80,8 @@ class Shapes:
         return b"".join((*parts, b"],", orjson.dumps({"usage": usage, **more})[1:]))
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],
-                  likeliest: Sequence[dict[int, float] | None], positions: TokenPositions) -> dict[str, Any]:
+                  likeliest: Sequence[dict[int, float] | None],
+                  positions: TokenPositions | SpelledPositions) -> dict[str, Any]:
         """Return the `logprobs` object of a list of tokens, in the format of completions or chats.
 
         The joined bytes of a chat's tokens are those of its text. A special token has no bytes, because the text omits
