@@ -21,6 +21,8 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
+from batch_manager.triton_kernels.interpreter import accept_arrays_of_one_element
+
 TYPE_FIELDS = {"element_ty", "name"}                      # fields of a block type that depend on more than its shape
 TENSOR_FIELDS = {"handle", "type", "dtype"}               # fields of a tensor that depend on more than its shape
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -153,6 +155,7 @@ def same_type(compare):
 
 def install():
     """Replace functions of Triton in this process."""
+    accept_arrays_of_one_element()
     of_types = semantic.TritonSemantic
     for owner, name, faster in (
             (interpreter, "_patch_lang", replace_functions_once), (interpreter, "_get_np_dtype", once_per_type),

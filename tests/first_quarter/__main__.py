@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         with tempfile.TemporaryDirectory() as folder:
             out = options.out or Path(folder)
-            done = [run_call(number, out / f"call-{number}", None, None, options.commit, is_dry=True)
+            done = [run_call(number, out / f"call-{number}", None, options.prepared, options.commit, is_dry=True)
                     for number in CALL_SECONDS]
         return 0 if all(done) else 1
     if options.out is None:

@@ -26,9 +26,9 @@ CARRIED = ("orjson",)                    # needed by the package, and missing on
 # Wheels for the machine; pip matches these numbers exactly.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
              "manylinux1_x86_64")
-# Arguments of compile_engine: the models of the steps, with their largest batch.
-ENGINES = (("examples/models/austen-4m", "8", "16"), ("qwen3-0.6b", "256"), ("llama-135m", "256"), ("llama-8b", "256"),
-           ("llama-1b", "64"))
+# Arguments of compile_for_gpu: the models of the steps with their largest batch, and the checks by value.
+COMPILED = (("examples/models/austen-4m", "8", "16"), ("qwen3-0.6b", "256"), ("llama-135m", "256"), ("llama-8b", "256"),
+            ("llama-1b", "64"), *(("correctness", dtype) for dtype in ("bfloat16", "float16", "float32")))
 
 
 def prepare(folder: Path, environment: Path | None) -> int:
@@ -44,7 +44,8 @@ def prepare(folder: Path, environment: Path | None) -> int:
               f"compiles them. The dry run takes {sys.executable}", flush=True)
     else:
         done.append(_timed("kernels", lambda: compile_kernels(Path(python), folder)))
-    dry = [str(python or sys.executable), "-m", "tests.first_quarter", "--dry-run", "--out", str(folder / "dry-run")]
+    dry = [str(python or sys.executable), "-m", "tests.first_quarter", "--dry-run", "--prepared", str(folder), "--out",
+           str(folder / "dry-run")]
     done.append(_timed("dry run", lambda: subprocess.run(dry, cwd=ROOT, check=True).returncode == 0))
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     print(f"{folder} has {size / 2**20:.1f} MiB to carry")
@@ -107,13 +108,13 @@ def make_environment(folder: Path) -> Path:
 
 
 def compile_kernels(python: Path, folder: Path) -> bool:
-    """Compile the kernels of the engines that the steps load, and pack them."""
+    """Compile the kernels of the engines that the steps load and of their checks, and pack them."""
     with tempfile.TemporaryDirectory() as cache:
         variables = {**TRITON_VARIABLES, "TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1",
                      "PYTHONPATH": str(ROOT)}
-        for engine in ENGINES:
-            printed = _run(python, "-m", "tests.first_quarter.compile_engine", *engine, **variables)
-            print(f"  {engine[0]}: {printed.splitlines()[-1]}", flush=True)
+        for given in COMPILED:
+            printed = _run(python, "-m", "tests.first_quarter.compile_for_gpu", *given, **variables)
+            print(f"  {' '.join(given)}: {printed.splitlines()[-1]}", flush=True)
         with tarfile.open(folder / KERNELS, "w:xz") as archive:
             archive.add(cache, ".")
     key = _run(python, "-c", "from tests.first_quarter.facts import triton_key; print(triton_key())")

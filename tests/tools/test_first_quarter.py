@@ -1,7 +1,6 @@
 """The program for the first quarter of an hour on a GPU loses nothing, ends in time, and names what is there."""
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -178,21 +177,6 @@ def test_what_the_package_needs_is_there_or_carried():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", line)[0] for line in needed}
     assert names - IN_THE_IMAGE == {"orjson"}
-
-
-def test_what_was_prepared_is_unpacked_for_the_steps(tmp_path):
-    import zipfile
-
-    prepared, scratch = tmp_path / "prepared", tmp_path / "scratch"
-    prepared.mkdir()
-    with zipfile.ZipFile(prepared / "carried-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried/__init__.py", "print('carried')")
-    with tarfile.open(prepared / program.KERNELS, "w:xz") as kernels:
-        kernels.addfile(tarfile.TarInfo("A/kernel.cubin"), io.BytesIO())
-    variables = program.environment(scratch, prepared, is_dry=False)
-    done = subprocess.run([sys.executable, "-c", "import carried"], env=variables, capture_output=True, text=True)
-    assert done.stdout == "carried\n"
-    assert (Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin").exists()
 
 
 def test_a_dry_run_of_a_step_runs_it_on_a_cpu(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
-"""Compiles ahead, without a GPU, the kernels that an engine compiles when it is loaded on sm_90 (H100, H200).
+"""Compiles kernels ahead for sm_90 (H100, H200), without a GPU.
 
-    python -m tests.first_quarter.compile_engine MODEL ROWS [TOKENS_PER_BLOCK]
+    python -m tests.first_quarter.compile_for_gpu MODEL ROWS [TOKENS_PER_BLOCK]      what an engine compiles when loaded
+    python -m tests.first_quarter.compile_for_gpu correctness DTYPE                  what that section compiles
 
-MODEL is a name of gpu_report/shapes.py, or the folder of a model. ROWS is the engine's `max_batch_size`. The program
-builds the engine in bfloat16 with graphs, as on a GPU, except that compiling replaces launching. The kernels, and the
-launchers that triton compiles for them, are kept in TRITON_CACHE_DIR. They are used where triton is the same file, and
-for launchers the version of Python. The last line is the number of kernels.
+MODEL is a name of gpu_report/shapes.py, or the folder of a model. ROWS is the engine's `max_batch_size`. The engine is
+built in bfloat16 with graphs, as on a GPU, and `correctness` is a section of gpu_report, except that compiling replaces
+launching. The kernels, and the launchers that triton compiles for them, are kept in TRITON_CACHE_DIR. They are used
+where triton is the same file, and launchers where Python has the same version, too. The last line is the number of
+kernels.
 """
 
 import dataclasses
@@ -29,6 +31,7 @@ from tests.kernels import compile_ahead_of_time as ahead
 
 SHAPES = {shape.name: shape for shape in (shapes.LLAMA_135M, shapes.LLAMA_1B, shapes.LLAMA_8B, shapes.QWEN3_600M)}
 POSITIONS = 4096
+CORRECTNESS = "correctness"
 
 
 class PassedOn:
@@ -49,10 +52,10 @@ def zeros(*size, dtype=None, **more):
     return (torch.ones if dtype == torch.bool else torch.zeros)(*size, dtype=dtype, **more)
 
 
-def build_engine(path: Path, rows: int, tokens_per_block: int, weights: int) -> None:
+def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weights: int) -> None:
     """Build an engine on a CPU that compiles its kernels and launches none.
 
-    weights   number of weights by which graphs are chosen
+    num_weights   number of weights by which the sizes of graphs are chosen
     """
     graph = lambda *given: SimpleNamespace(capture=lambda function: None, replay=lambda: None)     # noqa: E731
     sizes = graph_shapes.mixed_sizes
@@ -65,13 +68,36 @@ def build_engine(path: Path, rows: int, tokens_per_block: int, weights: int) -> 
           mock.patch.object(graphs, "CapturedGraph", graph),
           mock.patch.object(native_backend, "may_capture", lambda *given: True),
           mock.patch.object(native_backend, "difference_of_graphs", lambda *given, **more: ""),
-          mock.patch.object(native_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, weights)),
+          mock.patch.object(native_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, num_weights)),
           torch.inference_mode()):
         native_backend.build_native_backend(path, TrtGptModelOptionalParams(
             device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1, max_batch_size=rows, cpu_compile=False,
             enable_chunked_context=True,
             kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=64 * tokens_per_block)),
             layout=layouts.fused, num_slots=rows)
+
+
+def check_kernels(dtype: torch.dtype, folder: Path) -> None:
+    """Compile the kernels of the section `correctness`. Their inputs are not filled, and no result is compared."""
+    from batch_manager.tools.gpu_report import bench, correctness, pages
+
+    def launch(made, name, *args, oracle_as_is=False, **kwargs):
+        dispatch.kernel(name, made.device)(*args, **kwargs)
+        return 0.0
+
+    def launch_once(sequences, launch):
+        launch(0)
+        return 0.0
+
+    clock = SimpleNamespace(is_dry=False, device=torch.device("cpu"), name="none")
+    with (mock.patch.object(dispatch, "_decide", lambda device_type: "triton"),
+          mock.patch.object(torch.Tensor, "normal_", lambda values, **more: values),
+          mock.patch.object(correctness, "error_of", launch),
+          mock.patch.object(pages.PagedSequences, "decode_error", launch_once),
+          mock.patch.object(pages.PagedSequences, "context_error", launch_once),
+          torch.inference_mode()):
+        for check in correctness.CHECKS.values():
+            check(bench.Bench(clock, dtype, folder, folder))
 
 
 def build_launchers() -> int:
@@ -92,19 +118,21 @@ def build_launchers() -> int:
     return len(kernels)
 
 
-def main(model: str, rows: int, tokens_per_block: int = 64) -> None:
+def main(what: str, *given: str) -> None:
     triton.runtime.driver.set_active(ahead.AbsentGpu(*ahead.GPUS["sm_90"], 0))
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "-x", "c",
                         "/dev/null"], check=True)
         os.environ["TRITON_LIBCUDA_PATH"] = folder
-        path, weights = Path(model), 2 * 10**6
-        if model in SHAPES:                                # one layer compiles what all layers compile
-            path = dataclasses.replace(SHAPES[model], layers=1, positions=POSITIONS).write(Path(folder))
-            weights = SHAPES[model].matrix_entries
-        build_engine(path, rows, tokens_per_block, weights)
+        if what == CORRECTNESS:
+            check_kernels(getattr(torch, given[0]), Path(folder))
+        elif what in SHAPES:                               # one layer compiles what all layers compile
+            path = dataclasses.replace(SHAPES[what], layers=1, positions=POSITIONS).write(Path(folder))
+            build_engine(path, *map(int, given), num_weights=SHAPES[what].matrix_entries)
+        else:
+            build_engine(Path(what), *map(int, given), num_weights=2 * 10**6)
         print(f"{build_launchers()} kernels")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])
