@@ -3,6 +3,8 @@
     key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
     rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
     first and the second half of the leading R entries, and cos and sin are row p of the tables
+    with norms, x is first replaced by its RMS norm: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), where
+    weight is query_norm or key_norm; rounded to the dtype of x
     page[0, h, p % B] = rotated(key[s, h]),  page[1, h, p % B] = value[s, h]   in block block_table[row of s, p // B]
     out[s, h] = softmax(scale * rotated(query[s, h]) . K[s, h // G]) V[s, h // G]
     over the keys k <= p of sequence s with k > p - window or k < sink
@@ -20,6 +22,7 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             slots                    [S] int32   row of block_table for each sequence; None: row s
             out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -46,7 +49,7 @@ the parts of split sequences. The block id of the next page is loaded one iterat
 iteration would take up the pipeline stages that keep pages in flight. Neither the number of parts nor the width of
 block tables recompiles the kernel.
 
-Each program rotates its queries. The program of the last part also rotates the newest key, writes key and value to the
+Each program norms and rotates its queries. The program of the last part also norms and rotates the newest key, writes key and value to the
 pool, and starts its running softmax from this key and value in registers. Loads of pages mask the newest token and all
 positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
 needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
@@ -72,19 +75,27 @@ from .strides import heads_contiguous, pages_contiguous
 
 
 @triton.jit
-def _rotated(row_ptr, keep, lane, cos, sin, HALF: tl.constexpr):
+def _rotated(row_ptr, keep, lane, norm_ptr, epsilon, weight_offset, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
     """Return rows of heads, loaded as float32, with the leading 2 * HALF entries rotated.
 
     row_ptr    first entry of each row
     keep       mask of the entries to load; the result is 0 in other entries
     lane       indices of the entries
+    norm_ptr   the weights of an RMS norm of each row; None: no norm
     cos, sin   cosine and sine for each entry; the sine is negated in the first HALF entries. Entries that do not rotate
                have cosine 1 and sine 0
     """
     head = tl.load(row_ptr + lane, mask=keep, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(tl.sum(head * head, len(head.shape) - 1, keep_dims=True) / D + epsilon)
+        weight = tl.load(norm_ptr + lane, mask=lane < D, other=0.0).to(tl.float32) + weight_offset
+        head = (head * scale * weight).to(row_ptr.dtype.element_ty).to(tl.float32)
     if HALF > 0:
         partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
         other = tl.load(row_ptr + partner, mask=keep & (lane < 2 * HALF), other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            weight = tl.load(norm_ptr + partner, mask=lane < 2 * HALF, other=0.0).to(tl.float32) + weight_offset
+            other = (other * scale * weight).to(row_ptr.dtype.element_ty).to(tl.float32)
         head = head * cos + other * sin
     return head
 
@@ -98,6 +109,7 @@ def _decode_kernel(
     query_ptr, key_ptr, value_ptr, kv_pool_ptr, cos_ptr, sin_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out: unsplit sequences; the other two: split ones
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
+    query_norm_ptr, key_norm_ptr, epsilon, weight_offset,           # the first two are None without norms
     score_factor, window,                                 # see `score_factors`
     query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
     out_stride_s, table_stride,                           # likewise, and from one table row to the next
@@ -162,13 +174,16 @@ def _decode_kernel(
         sin = tl.load(sin_ptr + angle, mask=lane < 2 * HALF, other=0.0)
         sin = tl.where(lane < HALF, -sin, sin)
     query = _rotated(
-        query_ptr + sequence * query_stride_s + head[:, None] * D, row_inside, lane[None, :], cos[None, :],
-        sin[None, :], HALF,
+        query_ptr + sequence * query_stride_s + head[:, None] * D, row_inside, lane[None, :], query_norm_ptr, epsilon,
+        weight_offset, cos[None, :], sin[None, :], D, HALF,
     ).to(query_ptr.dtype.element_ty)
 
     # In the part with the newest token, the running softmax starts from that token.
     writes = lane < tl.where(holds_newest, D, 0)
-    new_key = _rotated(key_ptr + sequence * key_stride_s + kv_head * D, writes, lane, cos, sin, HALF)
+    new_key = _rotated(
+        key_ptr + sequence * key_stride_s + kv_head * D, writes, lane, key_norm_ptr, epsilon, weight_offset, cos, sin,
+        D, HALF,
+    )
     new_key = new_key.to(kv_pool_ptr.dtype.element_ty)
     new_value = tl.load(value_ptr + sequence * value_stride_s + kv_head * D + lane, mask=writes, other=0.0)
     new_block = tl.load(table_ptr + newest // B).to(tl.int64)
@@ -328,7 +343,7 @@ def _padded(size: int) -> int:
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
-    sink_logits=None,
+    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
 ):
     """Append the newest token of each sequence to its pages, and attend over them. Returns out.
 
@@ -342,6 +357,7 @@ def paged_attention_decode(
     half = 0 if cos_table is None else cos_table.shape[1]
     assert all(heads_contiguous(rows) for rows in (query, key, value, out)) and pages_contiguous(kv_pool)
     assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous())
+    assert (query_norm is None) == (key_norm is None)
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous() and work_list.is_contiguous()
     if num_sequences == 0:
         return out
@@ -358,7 +374,7 @@ def paged_attention_decode(
     settings = decode_settings(head_size, tokens_per_block, query.element_size(), device_limits())
     _decode_kernel[(num_kv_heads, len(work_list))](
         query, key, value, kv_pool, cos_table, sin_table, block_table, kv_lengths, slots, work_list,
-        out, partial_out, partial_lse, alibi_slopes, sink_logits,
+        out, partial_out, partial_lse, alibi_slopes, sink_logits, query_norm, key_norm, epsilon, weight_offset,
         score_factor, window or 0,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=_padded(group),

@@ -1,7 +1,9 @@
-"""Rotate the queries and keys of a step by position, and write keys and values to the paged pool.
+"""Norm and rotate the queries and keys of a step, and write keys and values to the paged pool.
 
     x1, x2 = the first and the second half of the leading R entries of a head
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
+    with norms, a head x is first replaced by x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), where weight is
+    query_norm or key_norm; rounded to the dtype of x
     pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
 
 Shapes      query                    [T, HQ, D]   T packed tokens, HQ query heads of size D; heads contiguous, any row
@@ -12,7 +14,8 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
             slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
             positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
-            query_out                [T, HQ, D]   None: rotate the queries in place
+            query_out                [T, HQ, D]   None: change the queries in place
+            query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
 Oracle      triton_kernels/reference/rope_kv_append.py
@@ -29,40 +32,67 @@ from .strides import heads_contiguous, pages_contiguous
 
 
 @triton.jit
+def _normed(entries, scale, norm_ptr, inside, weight_offset, dtype: tl.constexpr):
+    """Return entries of heads times `scale` and the weights at norm_ptr, rounded to dtype."""
+    weight = tl.load(norm_ptr, mask=inside, other=0.0).to(tl.float32) + weight_offset
+    return (entries * scale * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _rotate_head_rows(
     from_ptr, to_ptr,                   # first entry of each head, [rows, 1]
     keep,                               # [rows, 1]: rows that exist
+    norm_ptr, epsilon, weight_offset,   # norm_ptr: weights of an RMS norm of each head; None: no norm
     cos_ptr, sin_ptr,                   # rows of the tables for this position
     HALF: tl.constexpr, HALF_POW2: tl.constexpr, REST: tl.constexpr, REST_POW2: tl.constexpr,
 ):
-    """Write rotated heads: rotate entry i of a head with entry HALF + i, for all i < HALF; copy the other entries."""
+    """Write normed and rotated heads: rotate entry i of a head with entry HALF + i, for all i < HALF; copy the other
+    entries.
+    """
+    square = tl.zeros([1, 1], tl.float32)
     if HALF > 0:
         lane = tl.arange(0, HALF_POW2)[None, :]
         inside = keep & (lane < HALF)
         first = tl.load(from_ptr + lane, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(from_ptr + HALF + lane, mask=inside, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            square += tl.sum(first * first + second * second, 1, keep_dims=True)
+    if REST > 0:
+        rest_lane = tl.arange(0, REST_POW2)[None, :]
+        rest_inside = keep & (rest_lane < REST)
+        rest = tl.load(from_ptr + 2 * HALF + rest_lane, mask=rest_inside, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            square += tl.sum(rest * rest, 1, keep_dims=True)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(square / (2 * HALF + REST) + epsilon)
+    if HALF > 0:
+        if norm_ptr is not None:
+            first = _normed(first, scale, norm_ptr + lane, lane < HALF, weight_offset, from_ptr.dtype.element_ty)
+            second = _normed(second, scale, norm_ptr + HALF + lane, lane < HALF, weight_offset,
+                             from_ptr.dtype.element_ty)
         cos = tl.load(cos_ptr + lane, mask=lane < HALF, other=0.0)
         sin = tl.load(sin_ptr + lane, mask=lane < HALF, other=0.0)
         tl.store(to_ptr + lane, (first * cos - second * sin).to(to_ptr.dtype.element_ty), mask=inside)
         tl.store(to_ptr + HALF + lane, (second * cos + first * sin).to(to_ptr.dtype.element_ty), mask=inside)
     if REST > 0:
-        lane = tl.arange(0, REST_POW2)[None, :]
-        inside = keep & (lane < REST)
-        rest = tl.load(from_ptr + 2 * HALF + lane, mask=inside, other=0.0)
-        tl.store(to_ptr + 2 * HALF + lane, rest.to(to_ptr.dtype.element_ty), mask=inside)
+        if norm_ptr is not None:
+            rest = _normed(rest, scale, norm_ptr + 2 * HALF + rest_lane, rest_lane < REST, weight_offset,
+                           from_ptr.dtype.element_ty)
+        tl.store(to_ptr + 2 * HALF + rest_lane, rest.to(to_ptr.dtype.element_ty), mask=rest_inside)
 
 
 # Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def _rope_kv_append_kernel(
     query_ptr, key_ptr, value_ptr, query_out_ptr, kv_pool_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
+    query_norm_ptr, key_norm_ptr, epsilon, weight_offset,                 # the first two are None without norms
     query_stride_t, key_stride_t, value_stride_t, query_out_stride_t,     # elements from one token to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,                         # elements between blocks, K and V, heads
     GROUP: tl.constexpr, GROUP_POW2: tl.constexpr,                        # query heads of one kv head
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     HALF: tl.constexpr, HALF_POW2: tl.constexpr,                          # R / 2; 0: no rotation
     REST: tl.constexpr, REST_POW2: tl.constexpr,                          # D - R
-    WRITE_QUERY: tl.constexpr,                                            # off: unrotated and in place
+    WRITE_QUERY: tl.constexpr,                                            # off: unchanged and in place
 ):
     token = tl.program_id(0).to(tl.int64)      # so that all address arithmetic is 64-bit
     kv_head = tl.program_id(1)
@@ -77,7 +107,7 @@ def _rope_kv_append_kernel(
         head_start = (kv_head * GROUP + member) * D
         _rotate_head_rows(
             query_ptr + token * query_stride_t + head_start, query_out_ptr + token * query_out_stride_t + head_start,
-            member < GROUP, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+            member < GROUP, query_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
         )
 
     if slot >= 0:
@@ -85,7 +115,7 @@ def _rope_kv_append_kernel(
         one = tl.zeros([1, 1], tl.int32)
         _rotate_head_rows(
             key_ptr + token * key_stride_t + kv_head * D + one, row_ptr + one,
-            one == 0, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+            one == 0, key_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
         )
         lane = tl.arange(0, D_POW2)
         value = tl.load(value_ptr + token * value_stride_t + kv_head * D + lane, mask=lane < D, other=0.0)
@@ -94,9 +124,9 @@ def _rope_kv_append_kernel(
 
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
-    deterministic=False,
+    deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
 ):
-    """Rotate queries and keys, then append keys and values. Returns the rotated queries.
+    """Norm and rotate queries and keys, then append keys and values. Returns the changed queries.
 
     See the module docstring for shapes.
     """
@@ -109,6 +139,7 @@ def rope_kv_append(
     rest = head_size - 2 * half
     assert all(heads_contiguous(rows) for rows in (query, key, value, query_out))
     assert pages_contiguous(kv_pool) and slot_mapping.is_contiguous()
+    assert (query_norm is None) == (key_norm is None)
     assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous() and positions.is_contiguous())
     if num_tokens == 0:
         return query_out
@@ -116,12 +147,13 @@ def rope_kv_append(
     _rope_kv_append_kernel[(num_tokens, num_kv_heads)](
         query, key, value, query_out, kv_pool, slot_mapping,
         slot_mapping if positions is None else positions, cos_table, sin_table,
+        query_norm, key_norm, epsilon, weight_offset,
         query.stride(0), key.stride(0), value.stride(0), query_out.stride(0), *kv_pool.stride()[:3],
         GROUP=group, GROUP_POW2=triton.next_power_of_2(group),
         B=tokens_per_block, D=head_size, D_POW2=triton.next_power_of_2(head_size),
         HALF=half, HALF_POW2=triton.next_power_of_2(max(half, 1)),
         REST=rest, REST_POW2=triton.next_power_of_2(max(rest, 1)),
-        WRITE_QUERY=half > 0 or not in_place,
+        WRITE_QUERY=half > 0 or not in_place or query_norm is not None,
         num_warps=1 if group * head_size <= 256 else 2,
     )
     return query_out

@@ -109,6 +109,20 @@ class RotaryTable(Protocol):
     sin: torch.Tensor
 
 
+class HeadNormWeights(Protocol):
+    """RMS norms of each query head and key head, before rotation. `layers.HeadNorms` satisfies this protocol.
+
+    x becomes x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), rounded to the dtype of x.
+
+    query_weight, key_weight   [head_size] on the device
+    """
+
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    epsilon: float
+    weight_offset: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
     """The options of attention in one layer. Every option but `scale` is off by default.
@@ -174,6 +188,9 @@ class Attention(Protocol):
     """Paged attention of all layers of a model over one KV cache pool. One thread at a time runs the methods.
 
     A step calls `plan` once, then `receive` once, and then `run` for each layer.
+
+    Optional: `norms_heads = True`. `run` then has a parameter `norms`: HeadNormWeights that it applies to query and key
+    before it rotates them; None: no norms. Without this attribute, the layers launch norms of their own.
     """
 
     dispatch: str   # "triton" or "torch"

@@ -1,7 +1,7 @@
 """Paged attention with the Triton kernels.
 
-For contexts, one kernel rotates queries and keys and appends keys and values to the KV cache, and another kernel
-attends. For generation rows, a single kernel does all of this.
+For contexts, one kernel norms and rotates queries and keys and appends keys and values to the KV cache, and another
+kernel attends. For generation rows, a single kernel does all of this.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from .interface import (
     ContextInputs,
     GenerationInputs,
     HeadLayout,
+    HeadNormWeights,
     PackedStep,
     RotaryTable,
     refuse_wrong_sink_logits,
@@ -50,6 +51,7 @@ class TritonPagedAttention:
     """
 
     dispatch = "triton"
+    norms_heads = True
 
     def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> None:
         assert kv_pool.is_contiguous()
@@ -160,19 +162,24 @@ class TritonPagedAttention:
                                                              tokens_per_block, device_limits())
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None) -> torch.Tensor:
+            rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None,
+            norms: HeadNormWeights | None = None) -> torch.Tensor:
         pool, attention = self.layer_pools[layer], self.attention[layer]
         if attention.has_sink_logits != (sink_logits is not None):
             refuse_wrong_sink_logits(layer, attention, sink_logits)
         more = {"softcap": attention.softcap, "alibi_slopes": self.slopes[layer],
                 "alibi_bfloat16_factor": attention.alibi_bfloat16_factor, "sink_logits": sink_logits}
-        cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+        before = {} if rotary is None else {"cos_table": rotary.cos, "sin_table": rotary.sin}
+        if norms is not None:
+            before |= {"query_norm": norms.query_weight, "key_norm": norms.key_weight, "epsilon": norms.epsilon,
+                       "weight_offset": norms.weight_offset}
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if self._contexts is not None:
             rows, given = self._context_rows, self._contexts
             queries, (work_list, part_starts, merged_rows) = query[rows], given.work[attention.window]
             num_partials = 0 if part_starts is None else most_partials(self.tile_rows, self._context_heads)
-            rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions, cos, sin)
+            rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions,
+                           **before)
             paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, work_list,
                                     attention.scale, attention.window, slots=given.table_rows, out=result[rows],
                                     sink=self.sink, uniform_rows=self.uniform_rows, part_starts=part_starts,
@@ -181,6 +188,5 @@ class TritonPagedAttention:
             rows, given = self._generation_rows, self._generation
             paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,
                                    *given.work[attention.window], attention.scale, attention.window,
-                                   slots=given.table_rows, out=result[rows], sink=self.sink, cos_table=cos,
-                                   sin_table=sin, **more)
+                                   slots=given.table_rows, out=result[rows], sink=self.sink, **before, **more)
         return result.flatten(1)

@@ -1,6 +1,7 @@
 """Norms over the last dimension."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,29 @@ class RmsNorm:
             return x.normed(self.weight, None, self.epsilon, self.weight_offset)
         return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
                           deterministic=self._is_deterministic)
+
+
+class HeadNorms:
+    """RMS norms of each query head and key head of a layer, before rotation.
+
+    Attention applies them itself if it can (`norms_heads` of attention/interface.py), which saves two launches.
+
+    query_weight, key_weight   [size]
+    """
+
+    def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
+                 weight_offset: float = 0.0) -> None:
+        self._query, self._key = (RmsNorm(weights, context, f"{name}.{part}_norm", size, epsilon, weight_offset)
+                                  for part in "qk")
+        self.query_weight, self.key_weight = self._query.weight, self._key.weight
+        self.epsilon, self.weight_offset = epsilon, weight_offset
+
+    def attend(self, attention: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               rotary: Any) -> torch.Tensor:
+        """Return `attention.run` of the normed query and key."""
+        if getattr(attention, "norms_heads", False):
+            return attention.run(layer, query, key, value, rotary, norms=self)
+        return attention.run(layer, self._query(query), self._key(key), value, rotary)
 
 
 class LayerNorm:

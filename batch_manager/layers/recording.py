@@ -249,24 +249,29 @@ class RecordedAttention:
     layers  the LayerAttention of each layer, with its effective window: the smaller of the model's and the
             configured window; see attention/windows.py
     sink    number of sink tokens
+    norms_heads   whether the attention norms heads itself; see attention/interface.py
     """
 
     dispatch = "native"
 
-    def __init__(self, heads: tuple[int, int, int], layers: Sequence[Any], sink: int) -> None:
+    def __init__(self, heads: tuple[int, int, int], layers: Sequence[Any], sink: int, norms_heads: bool = False
+                 ) -> None:
         (self._query_heads, self._kv_heads, self._size), self._layers, self._sink = heads, layers, sink
+        self.norms_heads = norms_heads
 
     def plan(self, step: Any) -> None:
         pass
 
     def run(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any,
-            sink_logits: torch.Tensor | None = None) -> Rows:
+            sink_logits: torch.Tensor | None = None, norms: Any = None) -> Rows:
         expected = ((query, self._query_heads), (key, self._kv_heads), (value, self._kv_heads))
         if not all(isinstance(rows, Rows) and rows.heads == heads and rows.size == self._size
                    for rows, heads in expected):
             raise NotRecordableError("it calls attention with a query, key or value that is not hidden states viewed "
                                      "as [tokens, heads, head size]")
-        return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits)
+        more = {} if norms is None else {"norms": norms}
+        return query.recording.attention(layer, query, key, value, rotary, self._layers[layer], self._sink, sink_logits,
+                                         **more)
 
 
 def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, attention: RecordedAttention,

@@ -13,7 +13,7 @@ from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
-from ..layers.norm import RmsNorm
+from ..layers.norm import HeadNorms, RmsNorm
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
 from ..weights.source import Weights
@@ -103,9 +103,8 @@ class _Layer:
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
                           spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
-        self.query_norm, self.key_norm = (
-            RmsNorm(weights, context, f"{name}.self_attn.{part}_norm", spec.head_size, spec.norm_epsilon,
-                    weight_offset=1.0) for part in "qk")
+        self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, spec.norm_epsilon,
+                                    weight_offset=1.0)
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
                           bias=spec.out_bias, split="rows")
         self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
@@ -113,7 +112,6 @@ class _Layer:
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
         qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
         query, key, value = qkv.split_with_sizes(self.heads, 1)
-        query, key = self.query_norm(query), self.key_norm(key)
-        attended = self.out(attention.run(self.index, query, key, value, rotary))
+        attended = self.out(self.head_norms.attend(attention, self.index, query, key, value, rotary))
         hidden = hidden + self.attention_norm(attended)
         return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))

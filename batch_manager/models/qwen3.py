@@ -10,7 +10,7 @@ from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
-from ..layers.norm import RmsNorm
+from ..layers.norm import HeadNorms, RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
@@ -61,8 +61,7 @@ class _Layer:
         self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
                           spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
-        self.query_norm = RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.head_size, spec.norm_epsilon)
-        self.key_norm = RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.head_size, spec.norm_epsilon)
+        self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, epsilon)
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
@@ -71,6 +70,6 @@ class _Layer:
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
         qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
         query, key, value = qkv.split_with_sizes(self.heads, 1)
-        query, key = self.query_norm(query), self.key_norm(key)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        attended = self.head_norms.attend(attention, self.index, query, key, value, rotary)
+        hidden = self.out.add_to(hidden, attended)
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -140,11 +140,10 @@ def _launch(step: Operation | FusedProduct, widths: list[int], device: torch.dev
                     registers[result] = (read(registers) + read_other(registers)).flatten(1)
         case Attend():
             readers = [_reader(rows, widths) for rows in (step.query, step.key, step.value)]
-            more = {} if step.sink_logits is None else {"sink_logits": step.sink_logits}
 
             def launch(registers, positions, attention):
                 heads = (read(registers) for read in readers)
-                registers[result] = attention.run(step.layer, *heads, step.rotary, **more)
+                registers[result] = attention.run(step.layer, *heads, step.rotary, **step.more)
     return launch
 
 

@@ -55,14 +55,17 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """result = the attention of `layer` for query, key and value. The operation may overwrite these three."""
+    """result = the attention of `layer` for query, key and value. The operation may overwrite these three.
+
+    more   further arguments of the attention's `run`
+    """
 
     layer: int
     query: Rows
     key: Rows
     value: Rows
     rotary: Any
-    sink_logits: torch.Tensor | None
+    more: dict[str, Any]
     result: Rows
 
 
@@ -146,7 +149,8 @@ class LaunchRecording:
         return result
 
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
-                  sink_logits: torch.Tensor | None) -> Rows:
-        result = self.register(query.width)
-        self.operations.append(Attend(layer, query, key, value, rotary, sink_logits, result))
+                  sink_logits: torch.Tensor | None, norms: Any = None) -> Rows:
+        result, given = self.register(query.width), {"sink_logits": sink_logits, "norms": norms}
+        more = {name: value for name, value in given.items() if value is not None}
+        self.operations.append(Attend(layer, query, key, value, rotary, more, result))
         return result

@@ -38,7 +38,7 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
     """
     from ..triton_kernels.device_limits import device_limits  # it imports triton
 
-    recording, gives_logits = record_step(loaded, spec)
+    recording, gives_logits = record_step(loaded, spec, getattr(attention, "norms_heads", False))
     fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
     tokens_per_block = min(tokens_per_block, spec.max_position_embeddings)
     for count in compared_tokens(fused, num_rows):
@@ -56,12 +56,14 @@ def compared_tokens(fused: FusedStep, num_rows: int) -> list[int]:
     return [*COMPARED_TOKENS, *(tiled if num_rows > FEW_ROWS else ())]
 
 
-def record_step(loaded: LoadedModel, spec: ModelSpec) -> tuple[LaunchRecording, bool]:
+def record_step(loaded: LoadedModel, spec: ModelSpec, norms_heads: bool = False) -> tuple[LaunchRecording, bool]:
     """Record a model's forward, and its head if possible. Returns the recording, and whether it includes the head.
+
+    norms_heads   whether the attention norms heads itself; see attention/interface.py
 
     Raises NotRecordableError if the forward cannot be recorded.
     """
-    recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, 0)
+    recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, 0, norms_heads)
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded, make=LaunchRecording)
     return recording, _record_head(loaded.model, recording)
 

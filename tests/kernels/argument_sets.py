@@ -26,11 +26,11 @@ OF_THE_MODEL = {
     "gated_activation": ("gate_up", "out"),
     "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
     "paged_attention_context": ("query", "kv_pool", "out"),
-    "paged_attention_decode": ("query", "key", "value", "kv_pool", "out"),
+    "paged_attention_decode": ("query", "key", "value", "kv_pool", "out", "query_norm", "key_norm"),
     "paged_attention_merge": ("out",),
     "prepare_step": ("embedding", "out"),
     "rms_norm": ("hidden", "weight", "residual", "out"),
-    "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out"),
+    "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out", "query_norm", "key_norm"),
     "sample_token": ("logits",),
     "token_bitmask": ("logits",),
 }

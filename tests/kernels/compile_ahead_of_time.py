@@ -101,8 +101,12 @@ def of_heads(heads, slopes, sink_logits):
     return {**given, "sink_logits": tensor(heads, dtype=torch.float32)} if sink_logits else given
 
 
+def norms_of_heads(head_size):
+    return {"query_norm": tensor(head_size), "key_norm": tensor(head_size), "epsilon": 1e-6}
+
+
 def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None,
-           slopes=None, sink_logits=False, dtype=torch.bfloat16):
+           slopes=None, sink_logits=False, dtype=torch.bfloat16, has_norms=False):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
@@ -110,7 +114,7 @@ def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, s
         pool(num_kv_heads, head_size, tokens_per_block, dtype),
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
         sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
-        **of_heads(group * num_kv_heads, slopes, sink_logits),
+        **of_heads(group * num_kv_heads, slopes, sink_logits), **(norms_of_heads(head_size) if has_norms else {}),
     )
 
 
@@ -150,12 +154,13 @@ def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options
     fused_linear(tensor(rows, size, dtype=dtype), weight, bias, *norms, 1e-5, residual=residual, **options)
 
 
-def rope(head_size, group, num_kv_heads=8):
+def rope(head_size, group, num_kv_heads=8, has_norms=False):
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
 
     rope_kv_append(
         *packed_heads(64, group, num_kv_heads, head_size), pool(num_kv_heads, head_size),
         tensor(64, dtype=torch.int64), integers(64), **tables(head_size),
+        **(norms_of_heads(head_size) if has_norms else {}),
     )
 
 
@@ -240,6 +245,8 @@ CASES = {
     "decode D64 G3": lambda: decode(64, 3, num_kv_heads=3),
     "decode D128 without rotation": lambda: decode(128, 4, rotation={}),
     "decode D80 a quarter rotates": lambda: decode(80, 1, rotation=tables(80, 20)),
+    "decode D128 G2 norms": lambda: decode(128, 2, has_norms=True),
+    "decode D256 G2 norms window": lambda: decode(256, 2, num_kv_heads=4, window=512, has_norms=True),
     "decode D64 window": lambda: decode(64, 4, window=4096),
     "decode D128 window sinks": lambda: decode(128, 4, window=4096, sink=4),
     "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
@@ -284,6 +291,7 @@ CASES = {
     "fused 100, 17 rows": lambda: fused(100, 70, rows=17, norm="layer", bias=True, activation="gelu", gated=True),
     "fused qkv 8B float32": lambda: fused(4096, 6144, dtype=torch.float32),
     "rope D128": lambda: rope(128, 4),
+    "rope D128 norms": lambda: rope(128, 2, has_norms=True),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
     "sampling": sampling,

@@ -318,13 +318,25 @@ def test_the_same_bits_alone_and_in_a_batch_where_parts_are_the_same(run_kernel,
 LENGTHS = [1, 2, B, B + 1, B + 2, 3 * B, 3 * B + 1, 5 * B + 3]
 
 
+@pytest.fixture
+def norms(random):
+    """norms(size, dtype) -> the arguments of norms of heads"""
+
+    def make(size, dtype=torch.float32):
+        return dict(query_norm=random(size, dtype=dtype), key_norm=random(size, dtype=dtype), epsilon=1e-3,
+                    weight_offset=0.5)
+
+    return make
+
+
 @pytest.mark.parametrize("pages_per_part", [WHOLE, 1])
-@pytest.mark.parametrize("rotary_size", [0, 20])
+@pytest.mark.parametrize("rotary_size, has_norms", [(0, False), (20, False), (0, True), (20, True), (32, True)])
 @pytest.mark.parametrize("window, sink", [(None, 0), (1, 3), (20, 5)])
-def test_the_newest_token_is_rotated_appended_and_attended_to(
-    assert_equals_oracle, paged_cache, random, dtype, rotary_size, window, sink, pages_per_part, work, rotation
+def test_the_newest_token_is_normed_rotated_appended_and_attended_to(
+    assert_equals_oracle, paged_cache, random, dtype, rotary_size, has_norms, window, sink, pages_per_part, work,
+    rotation, norms
 ):
-    """Each sequence's newest token is rotated, appended to the pool and attended to.
+    """Each sequence's newest token is normed, rotated, appended to the pool and attended to.
 
     Before the call, the token's page holds NaN from the token's position on. The pages that the token does not see hold
     NaN too.
@@ -339,27 +351,49 @@ def test_the_newest_token_is_rotated_appended_and_attended_to(
     out = assert_equals_oracle(
         "paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
         *work(cache.kv_lengths, pages_per_part, window, sink), 0.2, window=window, out=nan_like(query), sink=sink,
-        **rotation(rotary_size), roundings=4, reduction=32 + 90, dtype=dtype,
+        **rotation(rotary_size), **(norms(32, dtype) if has_norms else {}), roundings=4 + 3 * has_norms,
+        reduction=32 + 90, dtype=dtype,
     )
     assert out.isfinite().all()
     changed = ~((cache.pool == before) | cache.pool.isnan() & before.isnan())
     assert changed.sum() == key.numel() + value.numel()
 
 
-@pytest.mark.parametrize("rotary_size", [0, 20, 32])
+@pytest.mark.parametrize("head_size", [32, 80])
+def test_norms_change_queries_and_keys_as_a_norm_of_its_own_does(run_kernel, paged_cache, random, dtype, work, rotation,
+                                                                 norms, head_size):
+    cache = paged_cache(LENGTHS, 2, head_size, B, dtype)
+    cache.take_newest()
+    query, key, value = random(len(LENGTHS), 10, head_size, dtype=dtype).split([6, 2, 2], dim=1)
+    pools, given, tables = [cache.pool, cache.pool.clone()], norms(head_size, dtype), rotation(20)
+
+    def attend(pool, query, key, **more):
+        return run_kernel("paged_attention_decode", query, key, value, pool, cache.block_table, cache.kv_lengths,
+                          *work(cache.kv_lengths, 1), head_size**-0.5, **tables, **more)
+
+    normed = [run_kernel("rms_norm", rows, given[f"{part}_norm"], given["epsilon"],
+                         weight_offset=given["weight_offset"]) for part, rows in (("query", query), ("key", key))]
+    found, expected = attend(pools[0], query, key, **given), attend(pools[1], *normed)
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=eps, atol=eps)
+    torch.testing.assert_close(*pools, rtol=eps, atol=eps, equal_nan=True)
+
+
+@pytest.mark.parametrize("rotary_size, has_norms", [(0, False), (20, False), (32, False), (32, True)])
 def test_the_pool_holds_what_rope_kv_append_writes(
-    run_kernel, paged_cache, random, integers, dtype, rotary_size, work, rotation
+    run_kernel, paged_cache, random, integers, dtype, rotary_size, work, rotation, has_norms, norms
 ):
     cache = paged_cache(LENGTHS, 2, 32, B, dtype)
     cache.take_newest()
     query, key, value = random(len(LENGTHS), 10, 32, dtype=dtype).split([6, 2, 2], dim=1)
-    newest, tables, appended = cache.kv_lengths.long() - 1, rotation(rotary_size), cache.pool.clone()
+    newest, appended = cache.kv_lengths.long() - 1, cache.pool.clone()
+    tables = rotation(rotary_size) | (norms(32, dtype) if has_norms else {})
     pool_slots = cache.block_table[range(len(LENGTHS)), newest // B] * B + newest % B
     run_kernel("paged_attention_decode", query, key, value, cache.pool, cache.block_table, cache.kv_lengths,
                *work(cache.kv_lengths), 0.2, **tables)
     run_kernel("rope_kv_append", query, key, value, appended, pool_slots, newest, **tables)
-    # Compiled, one kernel may fuse a product into the sum where the other does not.
-    eps = torch.finfo(dtype).eps if appended.is_cuda else 0.0
+    # Compiled, one kernel may fuse a product into the sum where the other does not. They sum squares in other orders.
+    eps = 2 * torch.finfo(dtype).eps if appended.is_cuda or has_norms else 0.0
     torch.testing.assert_close(cache.pool, appended, rtol=eps, atol=eps, equal_nan=True)
 
 

@@ -10,7 +10,7 @@ def check(assert_equals_oracle, random, integers):
     """
 
     def run(num_heads=4, num_kv_heads=2, head_size=32, rotary_size=None, slots=(5, 70, -1, 0), dtype=torch.float32,
-            positions=(3, 11, 0, 40), in_place=True):
+            positions=(3, 11, 0, 40), in_place=True, has_norms=False):
         num_tokens = len(slots)
         packed = random(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
         before = packed.clone()
@@ -22,9 +22,14 @@ def check(assert_equals_oracle, random, integers):
             tables = dict(positions=integers(positions), cos_table=angle.cos(), sin_table=angle.sin())
         if not in_place:
             tables["query_out"] = torch.full_like(before[:, :num_heads], torch.nan)
+        if has_norms:
+            query[0], key[0] = 0, 0
+            tables |= dict(query_norm=random(head_size, dtype=dtype), key_norm=random(head_size, dtype=dtype),
+                           epsilon=1e-3, weight_offset=0.5)
+        before = packed.clone()
         result = assert_equals_oracle(
             "rope_kv_append", query, key, value, pool[:, 1], integers(slots, torch.int64), **tables,
-            reduction=2, dtype=dtype,
+            reduction=2 + has_norms * head_size, roundings=1 + has_norms, dtype=dtype,
         )
         assert pool[:, 0].isnan().all() and pool[:, 2].isnan().all()     # other layers
         assert int((~pool.isnan()).sum()) == sum(slot >= 0 for slot in slots) * 2 * num_kv_heads * head_size
@@ -55,6 +60,14 @@ def test_only_the_leading_entries_rotate(check, rotary_size, in_place):
 def test_a_model_with_learned_positions_does_not_rotate(check, in_place):
     packed, before, result = check(in_place=in_place)
     assert torch.equal(packed, before) and torch.equal(result, before[:, :4])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("head_size, rotary_size", [(32, 32), (80, 80), (80, 20), (64, None)])
+def test_norms_of_heads(check, dtype, head_size, rotary_size, in_place):
+    packed, before, result = check(head_size=head_size, rotary_size=rotary_size, dtype=dtype, in_place=in_place,
+                                   has_norms=True)
+    assert (result[0] == 0).all() and not torch.equal(result, before[:, :4])
 
 
 def test_padding_rows_write_nothing(check):

@@ -34,6 +34,7 @@ from batch_manager.runtime.product_fusion import FusedProduct, fuse
 from batch_manager.runtime.step_fusion import WrongStepError, compared_tokens, make_fused_step, record_step
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
+from batch_manager.triton_kernels.reference.rms_norm import rms_norm
 from batch_manager.weights.json_file import Fields
 from tests.deterministic import differential
 from tests.deterministic.differential import DECODER, _RecordedWeights
@@ -254,6 +255,60 @@ def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     for count in (1, 3, 16, 100):
         step = first_step(count, loaded.spec.vocab_size, BLOCK_TOKENS)
         step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
+
+
+class NormsHeads:
+    """Wraps attention, and applies the norms of queries and keys to them, as the Triton kernels do."""
+
+    norms_heads = True
+
+    def __init__(self, attention):
+        self.plan, self._run = attention.plan, attention.run
+
+    def run(self, layer, query, key, value, rotary, norms=None):
+        if norms is not None:
+            query, key = (rms_norm(rows, weight, norms.epsilon, weight_offset=norms.weight_offset)
+                          for rows, weight in ((query, norms.query_weight), (key, norms.key_weight)))
+        return self._run(layer, query, key, value, rotary)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family, launches", [("qwen3", LLAMA_LAYER), ("gemma3", GEMMA2_LAYER),
+                                              ("llama", LLAMA_LAYER)])
+def test_norms_of_heads_are_part_of_an_attention_that_applies_them(family, launches, monkeypatch):
+    loaded = load(family, monkeypatch)
+    attention = NormsHeads(attention_of(loaded))
+    recording, gives_logits = record_step(loaded, loaded.spec, norms_heads=True)
+    assert kinds(fuse(recording, lambda *sizes: True))[: 2 * len(launches)] == 2 * launches
+    step = first_step(3, loaded.spec.vocab_size, BLOCK_TOKENS)
+    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
+    step_fusion._compare(fused, loaded, attention, Uploads(CPU), step)
+    # The model itself gives what it gives if the layers launch the norms.
+    hidden, positions = loaded.model.embed(torch.arange(3)), torch.arange(3)
+    found = []
+    for given in (attention, attention_of(loaded)):
+        given.plan(step)
+        found.append(loaded.model.forward(hidden.clone(), positions, given))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+QWEN3_600M = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+              "head_dim": 128}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 32, 256])
+def test_a_step_of_qwen3_has_two_launches_a_layer_fewer_with_norms_in_attention(rows, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "qwen3", {**CONFIGS["qwen3"], **QWEN3_600M})
+    loaded = load("qwen3", monkeypatch, torch.bfloat16)
+    counts = []
+    for norms_heads in (False, True):
+        fused = FusedStep(record_step(loaded, loaded.spec, norms_heads)[0], CPU, LIMITS, gives_logits=True)
+        launches = kinds(fused._steps(rows))
+        counts.append(launches.index("attend", launches.index("attend") + 1) - launches.index("attend"))
+    print(f"launches of the 28 layers of Qwen3-0.6B, {rows} rows: {28 * counts[0]} before, {28 * counts[1]} now")
+    assert counts[1] == counts[0] - 2
 
 
 class WithSinkLogits:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ def test_around_its_layers_a_step_launches_little(findings, samples, most):
     of_one_layer, of_two_layers = found["launches"]
     around = 2 * len(of_one_layer) - len(of_two_layers)
     assert 2 < around <= most, of_one_layer
+    # The norms of queries and keys are part of attention.
+    assert Counter(of_two_layers) - Counter(of_one_layer) == {
+        "_fused_linear_kernel": 2, "_decode_kernel": 1, "aten.addmm_.default": 2}
     assert of_one_layer[0] == "_prepare_step_kernel" and of_one_layer[-1] == "_sample_token_kernel"
 
 

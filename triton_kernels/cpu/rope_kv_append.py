@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+from .rms_norm import rms_norm
+
 
 class StepRows:
     """The rows of the rotary tables and of the pool for the tokens of one step.
@@ -76,15 +78,19 @@ def pool_rows(kv_pool):
 
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
-    deterministic=False,
+    deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
 ):
-    """Rotate queries and keys, then append keys and values. Returns the rotated queries.
+    """Norm and rotate queries and keys, then append keys and values. Returns the rotated queries.
 
     See triton_kernels/rope_kv_append.py for shapes.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     step = StepRows(slot_mapping, None if positions is None else positions.long(), kv_pool, deterministic)
-    rows = torch.cat([query, key, value], dim=1)
+    normed = [query, key]
+    if query_norm is not None:
+        normed = [rms_norm(part, weight, epsilon, weight_offset=weight_offset, deterministic=deterministic)
+                  for part, weight in ((query, query_norm), (key, key_norm))]
+    rows = torch.cat([*normed, value], dim=1)
     if cos_table is not None:
         step.rotate(rows[:, : heads + kv_heads], cos_table, sin_table)
     kept = slot_mapping >= 0

@@ -3,6 +3,8 @@
     key, value and query of sequence s are those of its token at position p = kv_lengths[s] - 1
     rotated(x) = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged], where x1 and x2 are the
     first and the second half of the leading R entries, and cos and sin are row p of the tables
+    with norms, x is first replaced by its RMS norm: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), where
+    weight is query_norm or key_norm; rounded to the dtype of x
     page[0, h, p % B] = rotated(key[s, h]),  page[1, h, p % B] = value[s, h]   in block block_table[row of s, p // B]
     out[s, h] = softmax(scale * rotated(query[s, h]) . K[s, h // G]) V[s, h // G]
     over the keys k <= p of sequence s with k > p - window or k < sink
@@ -21,6 +23,7 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             slots                    [S] int32   row of block_table for each sequence; None: row s
             out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
+            query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -49,7 +52,7 @@ from .rope_kv_append import rope_kv_append
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
-    sink_logits=None,
+    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
 ):
     """Append the newest token of each sequence to its pages, and attend over the pages.
 
@@ -66,7 +69,8 @@ def paged_attention_decode(
     block = block_table[rows, newest // tokens_per_block].long()
     pool_slots = torch.where(kv_lengths > 0, block * tokens_per_block + newest % tokens_per_block, -1)
     query = rope_kv_append(query, key, value, kv_pool, pool_slots, newest, cos_table, sin_table,
-                           query_out=torch.empty_like(query))
+                           query_out=torch.empty_like(query), query_norm=query_norm, key_norm=key_norm,
+                           epsilon=epsilon, weight_offset=weight_offset)
     for sequence, row in enumerate(rows):
         kv_length = int(kv_lengths[sequence])
         if kv_length == 0:

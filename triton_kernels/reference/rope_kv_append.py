@@ -1,7 +1,9 @@
-"""Rotate the queries and keys of a step by position, and write keys and values to the paged pool.
+"""Norm and rotate the queries and keys of a step, and write keys and values to the paged pool.
 
     x1, x2 = the first and the second half of the leading R entries of a head
     rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
+    with norms, a head x is first replaced by x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), where weight is
+    query_norm or key_norm; rounded to the dtype of x
     pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
 
 Shapes      query                    [T, HQ, D]   T packed tokens, HQ query heads of size D; heads contiguous, any row
@@ -12,13 +14,16 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
             slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
             positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
-            query_out                [T, HQ, D]   None: rotate the queries in place
+            query_out                [T, HQ, D]   None: change the queries in place
+            query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
 Returns     the rotated queries.
 """
 
 import torch
+
+from .rms_norm import rms_norm
 
 
 def _rotate(rows, positions, cos_table, sin_table):
@@ -33,11 +38,14 @@ def _rotate(rows, positions, cos_table, sin_table):
 
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
-    deterministic=False,
+    deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
 ):
-    """Rotate queries and keys, then append keys and values. See the module docstring for shapes."""
+    """Norm and rotate queries and keys, then append keys and values. See the module docstring for shapes."""
     if query_out is None:
         query_out = query
+    if query_norm is not None:
+        query, key = (rms_norm(rows, weight, epsilon, weight_offset=weight_offset)
+                      for rows, weight in ((query, query_norm), (key, key_norm)))
     if cos_table is not None:
         rotated_query = _rotate(query, positions, cos_table, sin_table)
         key = _rotate(key, positions, cos_table, sin_table)
