@@ -49,11 +49,11 @@ the parts of split sequences. The block id of the next page is loaded one iterat
 iteration would take up the pipeline stages that keep pages in flight. Neither the number of parts nor the width of
 block tables recompiles the kernel.
 
-Each program norms and rotates its queries. The program of the last part also norms and rotates the newest key, writes key and value to the
-pool, and starts its running softmax from this key and value in registers. Loads of pages mask the newest token and all
-positions after it, so a launch never reads a position that it writes, and no ordering between threads or programs is
-needed. A page whose first token is the newest is not loaded at all. The program of the last part counts the sink
-logits, because each sequence has exactly one last part.
+Each program norms and rotates its queries. The program of the last part also norms and rotates the newest key, writes
+key and value to the pool, and starts its running softmax from this key and value in registers. Loads of pages mask the
+newest token and all positions after it, so a launch never reads a position that it writes, and no ordering between
+threads or programs is needed. A page whose first token is the newest is not loaded at all. The program of the last part
+counts the sink logits, because each sequence has exactly one last part.
 
 With sinks, one loop walks two ranges of pages: the pages of the sinks, then the pages of the window. The loop
 numbers these pages without a gap: the number of the last sink page is one less than the number of the first window
