@@ -296,6 +296,14 @@ class ScheduledBatch:
     def num_context_tokens(self) -> int:
         return sum(len(work.token_ids) for work in self.context)
 
+    @property
+    def yielding(self) -> np.ndarray:
+        """[r] int32: the slots of the rows of the step's output, contexts with their last chunk, then generation."""
+        last_chunks = [work.slot for work in self.context if work.is_last_chunk] if self.context else ()
+        if not last_chunks:
+            return self.generation.slots
+        return np.concatenate([np.array(last_chunks, np.int32), self.generation.slots])
+
     def slots(self) -> list[int]:
         """Every slot of the batch, in batch order."""
         slots = [work.slot for work in self.context]

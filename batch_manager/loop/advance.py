@@ -161,6 +161,5 @@ def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Seque
         sampled += requests[contexts:]
     if len(sampled) != len(output.slots):    # after a bisection, sequences that failed alone or had ended have no row
         slots = set(output.slots.tolist())
-        works = [work.slot for work in batch.context if work.is_last_chunk] + batch.generation.slots.tolist()
-        sampled = [request for slot, request in zip(works, sampled, strict=True) if slot in slots]
+        sampled = [request for slot, request in zip(batch.yielding.tolist(), sampled, strict=True) if slot in slots]
     return sampled

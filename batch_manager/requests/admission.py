@@ -349,7 +349,7 @@ class Admission:
                          + return_generation_logits * max_new_tokens * sampling.beam_width)
         request = LlmRequest(
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
-            draft_len=len(values.get("draft_input_ids", ())), lora_task_id=scalars.get("lora_task_id"),
+            draft_tokens=values.get("draft_input_ids", ()), lora_task_id=scalars.get("lora_task_id"),
             priority=float(raw.priority), in_lockstep=raw.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=raw.retention,

@@ -27,8 +27,9 @@ class LlmRequest:
     max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        largest length of the sequence, at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
-    draft_len           number of draft tokens that the next step of the request verifies
     draft_tokens        the draft tokens that the next step of the request verifies
+    draft_len           number of draft tokens
+    step_tokens         tokens that a generation step of the request computes: one for each beam, and the draft tokens
     batch_key           equal for all members of a static batch; None without static batching
     cache_salt          only requests with the same salt share cached blocks
     token_extra_ids     one id per prompt token, for content that token ids do not distinguish; None: no such content
@@ -47,12 +48,12 @@ class LlmRequest:
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
-                 "beam_width", "draft_len", "draft_tokens", "lora_task_id", "priority", "batch_key", "cache_salt",
-                 "token_extra_ids", "retention", "in_lockstep", "state", "context_position", "context_read", "seq_slot",
-                 "num_pauses", "computed_before_pause")
+                 "beam_width", "_draft_tokens", "draft_len", "step_tokens", "lora_task_id", "priority", "batch_key",
+                 "cache_salt", "token_extra_ids", "retention", "in_lockstep", "state", "context_position",
+                 "context_read", "seq_slot", "num_pauses", "computed_before_pause")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
-                 draft_len: int = 0, lora_task_id: int | None = None, priority: float = 0.5,
+                 draft_tokens: Sequence[int] = (), lora_task_id: int | None = None, priority: float = 0.5,
                  batch_key: Hashable = None, cache_salt: Hashable = None,
                  token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None,
                  in_lockstep: bool = False) -> None:
@@ -63,8 +64,7 @@ class LlmRequest:
         self.max_new_tokens = max_new_tokens
         self.final_length = len(prompt) + max_new_tokens
         self.beam_width = beam_width
-        self.draft_len = draft_len
-        self.draft_tokens: Sequence[int] = ()
+        self.draft_tokens = draft_tokens
         self.lora_task_id = lora_task_id
         self.priority = priority
         self.batch_key = batch_key
@@ -76,6 +76,15 @@ class LlmRequest:
         self.context_position = self.context_read = 0
         self.seq_slot = NO_SLOT
         self.num_pauses = self.computed_before_pause = 0
+
+    @property
+    def draft_tokens(self) -> Sequence[int]:
+        return self._draft_tokens
+
+    @draft_tokens.setter
+    def draft_tokens(self, tokens: Sequence[int]) -> None:
+        self._draft_tokens, self.draft_len = tokens, len(tokens)
+        self.step_tokens = self.beam_width + self.draft_len
 
     @property
     def num_tokens(self) -> int:
@@ -171,7 +180,7 @@ class LlmRequest:
         accepted.
         """
         assert self.beam_width == 1 and len(draft_tokens) < max(self.final_length - self.num_tokens, 1)
-        self.draft_tokens, self.draft_len = draft_tokens, len(draft_tokens)
+        self.draft_tokens = draft_tokens
 
     def add_to_beams(self, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Replace each beam by the sequence of its parent plus a token. The token must not complete the output."""

@@ -81,8 +81,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     for request in contexts:
         if not request.is_context:
             return f"{request} is in context_requests, but not in its context phase"
-    generation_tokens = [request.beam_width + request.draft_len for request in generation
-                         if request.state in GENERATING]
+    generation_tokens = [request.step_tokens for request in generation if request.state in GENERATING]
     if len(generation_tokens) != len(generation):
         request = next(request for request in generation if request.state not in GENERATING)
         return f"{request} is in generation_requests, but is not generating"
@@ -134,15 +133,9 @@ def _of_a_plan(thing: object) -> str:
     return repr(thing) if isinstance(thing, LlmRequest) else f"an object of type {type_name(thing)}"
 
 
-def _chunk_sizes(plan: SchedulerOutput) -> list[int]:
-    if plan.chunk_sizes is None:
-        return [request.remaining_context for request in plan.context_requests]
-    return list(plan.chunk_sizes)
-
-
 def _computed_tokens(plan: SchedulerOutput, kv: KvCacheManager) -> list[int]:
     """For each chunk, the number of its tokens that are not cached."""
-    sizes = _chunk_sizes(plan)
+    sizes = list(plan.sizes)
     if not kv.enable_block_reuse:
         return sizes
     return [min(size, request.remaining_context - kv.reusable_tokens(request))
@@ -153,7 +146,7 @@ def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
         return (f"the plan has {counted(len(plan.chunk_sizes), 'chunk size')} for "
                 f"{counted(len(plan.context_requests), 'context request')}")
-    for request, chunk in zip(plan.context_requests, _chunk_sizes(plan), strict=True):
+    for request, chunk in zip(plan.context_requests, plan.sizes, strict=True):
         if isinstance(chunk, bool) or not isinstance(chunk, Integral):
             return f"{request} gets a chunk size of type {type_name(chunk)}, not an integer"
         if not 0 < chunk <= request.remaining_context:

@@ -40,6 +40,13 @@ class SchedulerOutput:
     chunk_sizes: Sequence[int] | None = None
     draft_lengths: Sequence[int] | None = None
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of tokens of each context request's chunk."""
+        if self.chunk_sizes is not None:
+            return self.chunk_sizes
+        return [request.remaining_context for request in self.context_requests]
+
 
 class RequestScheduler(ABC):
     """Makes the complete plan of an iteration."""

@@ -53,8 +53,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
             return contexts, fitting_requests[:taken if taken <= budget else int(budget)]
         for request in fitting_requests:
             if request.state in GENERATING:
-                width = request.beam_width
-                cost = width + request.draft_len
+                width, cost = request.beam_width, request.step_tokens
                 if tokens + cost > budget:
                     break
                 if width != beam_width and generation:
@@ -91,7 +90,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
 
         This is the common case, for which `schedule` has a shortcut.
         """
-        tokens = [request.beam_width + request.draft_len for request in requests
+        tokens = [request.step_tokens for request in requests
                   if request.state in GENERATING and request.lora_task_id is None]
         return len(tokens) == len(requests) == sum(tokens)
 

@@ -70,14 +70,11 @@ class StarvationCheck:
         return [request for request in passed_over if self._had_room(plan, request)] if passed_over else []
 
     def _had_room(self, plan: SchedulerOutput, request: LlmRequest) -> bool:
-        sizes = plan.chunk_sizes
-        if sizes is None:
-            sizes = [context.remaining_context for context in plan.context_requests]
-        tokens = sum(sizes) + sum(other.beam_width + other.draft_len for other in plan.generation_requests)
+        tokens = sum(plan.sizes) + sum(other.step_tokens for other in plan.generation_requests)
         if request.is_context:
             tokens += min(request.remaining_context, self._limits.tokens_per_block)
         else:
-            tokens += request.beam_width + request.draft_len
+            tokens += request.step_tokens
             if any(other.beam_width != request.beam_width for other in plan.generation_requests):
                 return False
         first_chunks = [context for context in plan.context_requests if not self._kv.owns(context)]

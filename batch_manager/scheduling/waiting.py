@@ -70,11 +70,8 @@ class _Obstacles:
         self._is_full = len(contexts) + len(generation) >= limits.max_batch_size
         self._generates = bool(generation)
         self._beam_width = generation[0].beam_width if generation else None
-        sizes = plan.chunk_sizes
-        if sizes is None:
-            sizes = [request.remaining_context for request in contexts]
-        self._tokens_left = limits.max_num_tokens - sum(sizes) - sum(
-            request.beam_width + request.draft_len for request in generation)
+        self._tokens_left = limits.max_num_tokens - sum(plan.sizes) - sum(
+            request.step_tokens for request in generation)
 
         self._to_completion = limits.scheduler_policy is SchedulerPolicy.GUARANTEED_NO_EVICT
         ledger = self._ledger = kv_cache_manager.start_scheduling()
@@ -114,6 +111,6 @@ class _Obstacles:
     def _least_tokens(self, request: LlmRequest) -> int:
         """The least number of tokens that the request needs in a step."""
         if request.state in GENERATING:
-            return request.beam_width + request.draft_len
+            return request.step_tokens
         remaining = max(request.remaining_context - self._kv.reusable_tokens(request), 1)
         return min(remaining, self._limits.tokens_per_block) if self._limits.enable_chunked_context else remaining

@@ -118,7 +118,7 @@ class StepOutputCheck:
         codes other than NOT_FINISHED, END_ID and STOP_WORDS; hypotheses may also have LENGTH. Exceptions from reading
         the output propagate.
         """
-        expected = _slots_of_rows(batch)
+        expected = batch.yielding
         if not self._is_plain(batch, output, expected, requested):
             output = self._converted(batch, output, expected, requested)
         return self._without_invalid_tokens(output)
@@ -248,14 +248,6 @@ class StepOutputCheck:
             elif len(self._invalid(top.ids.reshape(-1))):
                 failures.setdefault(slot, self._invalid_token)
         return checked
-
-
-def _slots_of_rows(batch: ScheduledBatch) -> np.ndarray:
-    """Return [r] int32, the slots of the r expected rows: contexts whose last chunk runs, then generating sequences."""
-    last_chunks = [work.slot for work in batch.context if work.is_last_chunk] if batch.context else ()
-    if not last_chunks:
-        return batch.generation.slots
-    return np.concatenate([np.array(last_chunks, np.int32), batch.generation.slots])
 
 
 def _drafts(batch: ScheduledBatch) -> np.ndarray:

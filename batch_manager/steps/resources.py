@@ -100,11 +100,8 @@ class Resources:
         claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts)
         context: tuple[ContextWork, ...] = ()
         if contexts:
-            chunk_sizes = plan.chunk_sizes
-            if chunk_sizes is None:
-                chunk_sizes = [request.remaining_context for request in contexts]
             context = tuple([self._context_work(request, size)
-                             for request, size in zip(contexts, chunk_sizes, strict=True)])
+                             for request, size in zip(contexts, plan.sizes, strict=True)])
         generation = NO_GENERATION
         if plan.generation_requests:
             generation = GenerationWork(claimed.slots, claimed.kv_lengths, plan.generation_requests[0].beam_width)

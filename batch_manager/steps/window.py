@@ -126,7 +126,7 @@ class StepWindow:
         while self._steps:
             flight = self._steps.popleft()
             self._runner.read(flight.step)
-            self.num_discarded_tokens += num_yielded_tokens(flight.batch)
+            self.num_discarded_tokens += len(flight.batch.yielding)
 
     def forget(self) -> None:
         """Drop all steps without waiting for them: the engine has ended or failed."""
@@ -149,8 +149,3 @@ class StepWindow:
         if not alive:
             return StepOutput.merge([], batch.micro_batch_id)
         return self._runner.run_again(batch.take(alive), step.requested)
-
-
-def num_yielded_tokens(batch: ScheduledBatch) -> int:
-    """Return the number of rows of a batch that yield tokens."""
-    return len(batch.generation) + sum(work.is_last_chunk for work in batch.context)

@@ -59,7 +59,7 @@ NOBODY = 10**9
 def make_request(record: dict) -> LlmRequest:
     prompt = record.get("prompt_tokens") or record.get("tokens") or [0] * record["prompt_len"]
     request = LlmRequest(record.get("id", 0), list(prompt), record.get("max_new_tokens", 1),
-                         beam_width=record.get("beam_width", 1), draft_len=record.get("draft_len", 0),
+                         beam_width=record.get("beam_width", 1), draft_tokens=range(record.get("draft_len", 0)),
                          priority=record.get("priority", 0.5), lora_task_id=record.get("lora_task"),
                          cache_salt=record.get("cache_salt"), token_extra_ids=record.get("token_extra_ids"),
                          retention=make_retention(record.get("retention")))
@@ -278,7 +278,7 @@ def chunk(config: dict, requests: list[dict], iterations: int) -> dict:
         kept = drafts_kept(chunks, remaining, [request.draft_len for request in left], unit, *bounds, used=used)
         row = dict.fromkeys(made, 0)
         for request, size, draft in zip(left, chunks, kept, strict=True):
-            row[request], request.draft_len = size, draft
+            row[request], request.draft_tokens = size, range(draft)
             if size:
                 request.advance_context(size)
                 request.read_context(request.context_position)
@@ -344,12 +344,9 @@ def step(engine: Engine) -> dict:
         kv.release(request)
         request.pause(engine.config.get("max_input_len", UNBOUNDED))
         engine.chunk_of.pop(request.request_id, None)
-    chunks = plan.chunk_sizes
-    if chunks is None:
-        chunks = [request.remaining_context for request in plan.context_requests]
-    chunks = dict(zip(plan.context_requests, chunks, strict=True))
+    chunks = dict(zip(plan.context_requests, plan.sizes, strict=True))
     for request, draft in zip(plan.context_requests, plan.draft_lengths or (), strict=False):
-        request.draft_len = draft
+        request.draft_tokens = range(draft)
 
     # One after the other, in the order of ids: each may reuse the blocks of those before.
     context_rows = []
@@ -369,7 +366,7 @@ def step(engine: Engine) -> dict:
                 continue
             if kv is not None:
                 kv.publish_context(request, request.context_position)
-            request.draft_len = engine.drafts_of.get(request.request_id, request.draft_len)
+            request.draft_tokens = range(engine.drafts_of.get(request.request_id, request.draft_len))
         request.add_token(0)
 
     done = [request for request in engine.active if request.is_finished]

@@ -143,7 +143,7 @@ def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_asking_for_many_gives_the_sum_of_asking_for_each(make_request, start, beams):
     kv = KvCacheManager(400, 4, 41, max_beam_width=beams, max_draft_len=2)
-    requests = [start(kv, make_request(slot, 3 + slot, 20, draft_len=slot % 3)) for slot in range(12)]
+    requests = [start(kv, make_request(slot, 3 + slot, 20, draft_tokens=range(slot % 3))) for slot in range(12)]
     requests += [start(kv, make_request(12 + length, 36 + length, 5)) for length in range(5)]   # near their last tokens
     requests += [start(kv, make_request(20 + length, 5 + length, 9, beam_width=beams)) for length in range(5)]
     ledger = kv.start_scheduling()

@@ -74,7 +74,7 @@ def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(
                         max_draft_len=drafts, unread_steps=unread)
     requests = []
     for slot, (prompt_len, new) in enumerate(plans):
-        request = LlmRequest(slot, [0] * prompt_len, new, draft_len=drafts)
+        request = LlmRequest(slot, [0] * prompt_len, new, draft_tokens=range(drafts))
         request.seq_slot = slot
         requests.append(request)
     kv.claim(requests, [])

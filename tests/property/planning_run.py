@@ -110,9 +110,9 @@ class PlanningRun:
     def admit(self, number: int) -> None:
         plan = self.plans[number]
         request = LlmRequest(
-            number, list(plan.prompt), plan.max_new_tokens, beam_width=plan.beam_width, draft_len=plan.draft_len,
-            lora_task_id=plan.lora_task_id, priority=plan.priority, cache_salt=plan.cache_salt,
-            token_extra_ids=plan.token_extra_ids, retention=make_retention(plan.retention))
+            number, list(plan.prompt), plan.max_new_tokens, beam_width=plan.beam_width,
+            draft_tokens=range(plan.draft_len), lora_task_id=plan.lora_task_id, priority=plan.priority,
+            cache_salt=plan.cache_salt, token_extra_ids=plan.token_extra_ids, retention=make_retention(plan.retention))
         self.active.add(request)
 
     # One iteration.
@@ -159,7 +159,7 @@ class PlanningRun:
         if not (plan.context_requests or plan.generation_requests):
             return
         for request, draft_len in zip(plan.context_requests, plan.draft_lengths or (), strict=False):
-            request.draft_len = draft_len
+            request.draft_tokens = range(draft_len)
         running = [*plan.context_requests, *plan.generation_requests]
         if self.peft is not None:
             self.peft.claim(running)

@@ -134,10 +134,10 @@ def test_a_look_ahead_of_two_steps_plans_for_both(make_line):
 
 def test_drafts_count_in_the_need_of_the_next_step(make_line):
     line = make_line(num_blocks=4)
-    first, second = line.generating(6, 8, draft_len=2), line.generating(6, 8)
+    first, second = line.generating(6, 8, draft_tokens=range(2)), line.generating(6, 8)
     scheduler = MaxUtilizationScheduler(4, line.kv)
     assert scheduler.schedule_request([first, second]) == ([first], [second])
-    first.draft_len = 1
+    first.draft_tokens = [0]
     assert scheduler.schedule_request([first, second]) == ([first, second], [])
 
 

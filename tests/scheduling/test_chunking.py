@@ -71,7 +71,7 @@ def test_drafts_share_the_tokens_that_the_chunks_leave():
 def test_what_the_cache_has_costs_nothing_and_keeps_nobody_back(make_line, divide, prompts, unit, spare,
                                                                max_context_length):
     line = make_line(num_blocks=1000)
-    requests = [line.waiting(length, draft_len=draft) for length, _, draft in prompts]
+    requests = [line.waiting(length, draft_tokens=range(draft)) for length, _, draft in prompts]
     credits = {request: min(cached, length - 1) // unit * unit
                for request, (length, cached, _) in zip(requests, prompts, strict=True)}
     longest = None if max_context_length is None else max_context_length * unit

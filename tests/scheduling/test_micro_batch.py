@@ -9,7 +9,7 @@ NOBODY = frozenset()
 
 def test_generation_costs_its_beams_and_its_drafts(make_line):
     line = make_line()
-    first, second = line.generating(draft_len=2), line.generating(draft_len=2)
+    first, second = line.generating(draft_tokens=range(2)), line.generating(draft_tokens=range(2))
     assert TokenBudgetScheduler(4, 6).schedule(line.requests, NOBODY) == ([], [first, second])
     assert TokenBudgetScheduler(4, 5).schedule(line.requests, NOBODY) == ([], [first])
 
@@ -22,7 +22,7 @@ def test_the_first_that_does_not_fit_ends_the_step(make_line):
 
 def test_a_context_that_is_not_cut_costs_its_drafts_as_well(make_line):
     line = make_line()
-    first, second = line.waiting(4, draft_len=2), line.waiting(4, draft_len=2)
+    first, second = line.waiting(4, draft_tokens=range(2)), line.waiting(4, draft_tokens=range(2))
     assert TokenBudgetScheduler(4, 12).schedule(line.requests, NOBODY) == ([first, second], [], [4, 4])
     assert TokenBudgetScheduler(4, 11).schedule(line.requests, NOBODY) == ([first], [], [4])
     assert TokenBudgetScheduler(4, 9).schedule(line.requests, NOBODY) == ([first], [], [4])

@@ -118,10 +118,7 @@ class SimulatedBackend:
     def end(self, batch: ScheduledBatch, done_at: float) -> StepOutput:
         """Advance the clock to `done_at`, when the step of `batch` ends, and return the output of the step."""
         self.clock.now = max(self.clock.now, done_at)
-        slots = batch.generation.slots
-        first = [work.slot for work in batch.context if work.is_last_chunk]
-        if first:
-            slots = np.concatenate([np.array(first, np.int32), slots])
+        slots = batch.yielding
         self._log_book.note(self._request_ids[slots], self.clock.now)
         return StepOutput(batch.micro_batch_id, slots, self._tokens[:len(slots)], self._finish[:len(slots)])
 

@@ -138,8 +138,7 @@ class LeanLoop:
             cached_tokens = int(claim.kv_lengths.sum()) + len(generating)
             shared_tokens = self._backend.shared_tokens(claim.slots)
         context_tokens = context_attention = 0
-        sizes = plan.chunk_sizes or [request.remaining_context for request in contexts]
-        for request, size in zip(contexts, sizes, strict=True):
+        for request, size in zip(contexts, plan.sizes, strict=True):
             start, size = self._launch_chunk(request, size)
             context_tokens += size
             context_attention += pairs(start, size)
