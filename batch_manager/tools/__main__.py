@@ -5,9 +5,11 @@ The module of a command is imported only when the command runs. Exit status 130 
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 from .._version import __version__
+from .standard_output import reported
 
 # command -> (module in this package with `main(argv) -> exit status`, help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -28,6 +30,13 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names, and return its exit status, or 2 for an unknown command."""
     name, *arguments = [*(sys.argv[1:] if argv is None else argv)] or [""]
+    if name == "serve":        # it writes nothing to the standard output, and may run without one
+        return _run(name, arguments)
+    program = f"batch-manager {name}" if name in COMMANDS else "batch-manager"
+    return reported(program, partial(_run, name, arguments))
+
+
+def _run(name: str, arguments: list[str]) -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0

@@ -33,12 +33,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from .__main__ import run_as
 from .command_parser import CommandParser, within
 from .compare_figures import FIGURES as SIDE_FIGURES
 from .compare_results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
 from .output_file import output_file, why_not_distinct
 from .shared_options import add_shared
-from .standard_output import discard_standard_output
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
@@ -46,7 +46,7 @@ TIMES = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "itl_ms_mean"
          "peak_rss_mb")
 FIGURES = (*RATES, *TIMES)
 SAME_IN_ALL = ("workload", "n", "threads", "precision", "prompt_tokens", "output_tokens")
-WRONG, INTERRUPTED = 2, 130
+WRONG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _compare_pairs(options)
         else:
             _compare_sides(options, is_apart, after)
-        sys.stdout.flush()
     except BrokenPipeError:
-        discard_standard_output()
+        raise
     except (ComparisonError, OSError) as error:
         print(f"batch-manager compare: {error}", file=sys.stderr)
         return WRONG
-    except KeyboardInterrupt:
-        return INTERRUPTED
     return 0
 
 
@@ -237,4 +234,4 @@ def _compare_pairs(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("compare"))

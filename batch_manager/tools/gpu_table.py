@@ -18,6 +18,7 @@ from .gpu_report.goals import ALL
 from .gpu_report.records import number, value, verdict
 from .marked_part import written_between
 from .results import add, newest
+from .standard_output import reported
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN = "<!-- written by python -m batch_manager.tools.gpu_table: begin -->"
@@ -76,4 +77,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(reported("gpu_table", main))

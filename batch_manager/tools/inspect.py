@@ -35,7 +35,6 @@ from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
 from .command_parser import CommandParser
 from .shared_options import add_shared
-from .standard_output import discard_standard_output
 
 SHORTEST_CONTEXT = 512      # tokens in the last row of the table of sequences, unless the model's context is shorter
 DEFAULTS = TrtGptModelOptionalParams()
@@ -220,14 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                      ("  way out:  ", way_out))
             print("\n".join(name + text for name, text in parts if text), file=sys.stderr)
         return 1
-    try:
-        print(json.dumps(facts) if options.report == "json" else described(facts), flush=True)
-    except OSError as error:
-        discard_standard_output()
-        if isinstance(error, BrokenPipeError):               # the reader has closed the pipe, as `head` does
-            return 0
-        print(f"batch-manager inspect: {error}", file=sys.stderr)
-        return 1
+    print(json.dumps(facts) if options.report == "json" else described(facts), flush=True)
     return 0
 
 

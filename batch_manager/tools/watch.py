@@ -78,8 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return follow(source, options, picture, shows_first=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:                                  # the reader has exited
-        return ENDED
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,14 +21,13 @@ The file is one JSON object: a description, and `requests`. Each request has `id
 import sys
 from collections.abc import Sequence
 
+from .__main__ import run_as
 from .command_parser import at_least, within
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
 from .drawn_workload import OUTPUTS, PROMPTS, WRONG, make_workload
 from .lengths import Lengths
-from .standard_output import discard_standard_output
 
 __all__ = ["FIRST_ORDINARY_TOKEN", "OUTPUTS", "PROMPTS", "Lengths", "at_least", "main", "make_workload", "within"]
-INTERRUPTED = 130
 KINDS = ("token-norm-dist", "token-unif-dist", "log-normal", "dataset", "trace", "sample-trace")
 
 
@@ -37,18 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The first argument may be a kind of workload; see the module docstring. Without a kind, lengths are log-normal.
     """
-    try:
-        return _main([*(sys.argv[1:] if argv is None else argv)])
-    except BrokenPipeError:
-        discard_standard_output()
-        return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def _main(arguments: Sequence[str]) -> int:
     from .workload_kinds import main as main_of_kind
 
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
     if arguments and arguments[0] in KINDS:
         return main_of_kind(arguments[0], arguments[1:])
     if arguments and not arguments[0].startswith("-"):
@@ -59,4 +49,4 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("workload"))

@@ -12,6 +12,7 @@ import pytest
 
 from batch_manager._version import __version__
 from batch_manager.tools import __main__ as dispatcher
+from tests.tools.test_compare_sides import RESULT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "triton", "transformers", "safetensors"}
@@ -41,6 +42,21 @@ def test_every_command_is_a_tool():
         result = subprocess.run([sys.executable, "-m", "batch_manager.tools", name, "--help"], capture_output=True,
                                 text=True, timeout=60, env=ENVIRONMENT)
         assert result.returncode == 0 and result.stdout.startswith("usage: "), name
+
+
+def test_a_closed_or_full_standard_output_is_one_line_and_status_2(tmp_path):
+    (tmp_path / "s.jsonl").write_text('{"Iteration Counter": 1, "Monotonic Microseconds": 1}\n')
+    result = tmp_path / "r.json"
+    result.write_text(json.dumps(RESULT))
+    for command in ("--help", "workload --help", "workload --num-requests 2 --out -", "draw --demo",
+                    "compare RESULT RESULT", "draw --demo --svg -",
+                    f"watch {tmp_path / 's.jsonl'} --count 1 --interval 0.1"):
+        program = "batch-manager" if command == "--help" else f"batch-manager {command.split()[0]}"
+        for redirection, why in ((">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")):
+            line = f"{sys.executable} -m batch_manager.tools {command} {redirection}".replace("RESULT", str(result))
+            run = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, cwd=REPOSITORY)
+            told = f"{program}: the standard output cannot be written: {why}; direct it elsewhere\n"
+            assert (run.returncode, run.stderr) == (2, told), command
 
 
 def test_watch_imports_little(tmp_path):

@@ -128,7 +128,8 @@ def test_a_reader_that_goes_and_a_full_disk_are_no_crash():
     os.close(reader)
     with open(writer, "w") as pipe, open("/dev/full", "w") as full:
         for out, status, told in ((pipe, 0, ""),
-                                  (full, 1, "batch-manager inspect: [Errno 28] No space left on device\n")):
+                                  (full, 2, "batch-manager inspect: the standard output cannot be written: No space "
+                                            "left on device; direct it elsewhere\n")):
             done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
             assert (done.returncode, done.stderr) == (status, told)
 

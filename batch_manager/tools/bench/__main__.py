@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import BatchManagerError
+from ..__main__ import run_as
 from ..compare import main as compare
 from ..standard_output import discard_standard_output
 from .errors import BenchmarkError, InputError
@@ -94,4 +95,4 @@ def print_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("bench"))

@@ -84,19 +84,17 @@ def write_file(path: str | os.PathLike, pieces: Iterable[str]) -> None:
 
     An existing file is replaced after all pieces are written, and stays unchanged after an error.
 
-    Raises DatasetError if the file cannot be written, BrokenPipeError if the reader of the standard output has exited,
-    and the errors of the iterator `pieces`.
+    Raises DatasetError if the file cannot be written, OSError if the standard output cannot, and the errors of the
+    iterator `pieces`.
     """
+    if os.fspath(path) == STDOUT:
+        sys.stdout.writelines(pieces)
+        sys.stdout.flush()
+        return
     try:
-        if os.fspath(path) == STDOUT:
-            sys.stdout.writelines(pieces)
-            sys.stdout.flush()
-        else:
-            with output_file(Path(path)) as file:
-                file.writelines(pieces)
+        with output_file(Path(path)) as file:
+            file.writelines(pieces)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and os.fspath(path) == STDOUT:
-            raise
         raise DatasetError(os.fspath(path), f"the file cannot be written: {error.strerror or error}",
                            "expected a writable path and enough space") from None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import BatchManagerError
 from ...stats.trace import read_trace
+from ..__main__ import run_as
 from ..bench.errors import InputError
 from ..bench.result import read_result
 from ..bench.summary import csv_rows
@@ -98,4 +99,4 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as("simulate"))
