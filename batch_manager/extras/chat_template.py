@@ -79,7 +79,8 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
 
         prompt = render(plain)
         if tools and not has_effect(render, {**plain, "tools": None}, prompt):
-            raise InvalidRequestError(f"{len(tools)} tools have no effect: the chat template leaves them out",
+            have = "1 tool has" if len(tools) == 1 else f"{len(tools)} tools have"
+            raise InvalidRequestError(f"{have} no effect: the chat template leaves them out",
                                       "expected a template that reads tools",
                                       "describe the tools in a message, or use a model with a template for tools")
         template.unread.check(prompt, plain, variables, read, render)

@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..errors import counted
 from .__main__ import run_as
 from .command_parser import CommandParser, within
 from .compare_figures import FIGURES as SIDE_FIGURES
@@ -93,8 +94,8 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
             raise ComparisonError(f"{path} does not have the fields {', '.join(sorted(missing))}; expected a result "
                                   "of batch-manager bench; name another file")
         if result.get("wrong_length"):
-            raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; expected none; "
-                                  "measure again")
+            raise ComparisonError(f"{path} has {result['wrong_length']} outputs of the wrong length; "
+                                  "expected none; measure again")
         check_figures(result, str(path))
         results.append(result)
     return results
@@ -225,11 +226,13 @@ def _compare_pairs(options: argparse.Namespace) -> None:
                   "figures": [one.record() for one in comparisons]}
         with output_file(options.out) as file:
             json.dump(record, file, indent=1)
-    print(f"{first[0]['workload']}: {len(first)} pairs of runs; a ratio above 1 means that {names[0]} is better\n")
+    print(f"{first[0]['workload']}: {counted(len(first), 'pair')} of runs; a ratio above 1 means that {names[0]} is "
+          "better\n")
     print(table(comparisons, *names))
     for name, side in zip(names, (first, second), strict=True):
         if count := disturbed(side, options.foreign):
-            print(f"\n{count} of {len(side)} runs of {name} were disturbed: other processes and the hypervisor "
+            print(f"\n{count} of {counted(len(side), 'run')} of {name} {'was' if count == 1 else 'were'} disturbed: "
+                  "other processes and the hypervisor "
                   f"used more than {options.foreign} cores")
 
 

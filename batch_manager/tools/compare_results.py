@@ -241,8 +241,8 @@ def _text(result: Mapping[str, Any], path: Sequence[str]) -> str:
 
 
 def _failed(name: str, runs: Sequence[Run]) -> list[str]:
-    return [f"{name} has {run.result['wrong_length']} outputs of the wrong length in {run.place}"
-            for run in runs if run.result.get("wrong_length")]
+    return [f"{name} has {wrong} {'output' if wrong == 1 else 'outputs'} of the wrong length in {run.place}"
+            for run in runs if (wrong := run.result.get("wrong_length"))]
 
 
 def _disturbed(name: str, runs: Sequence[Run], foreign_cores: float) -> list[str]:

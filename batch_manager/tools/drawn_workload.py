@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import counted
 from .datasets.errors import DatasetError
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
 from .datasets.reading import SAMPLING, check_memory, length_summary
@@ -90,7 +91,8 @@ def print_summary(workload: dict[str, Any], out: str, *, shared_prefix: int = 0)
     A line on stderr counts the prompts that are shorter than the shared prefix.
     """
     if shorter := sum(len(request["prompt"]) < shared_prefix for request in workload["requests"]):
-        print(f"batch-manager workload: {shorter:,} of {workload['n']:,} prompts are shorter than the shared prefix of "
-              f"{shared_prefix:,} tokens; they consist of its beginning", file=sys.stderr)
+        print(f"batch-manager workload: {shorter:,} of {counted(workload['n'], 'prompt')} "
+              f"{'is' if shorter == 1 else 'are'} shorter than the shared prefix of {counted(shared_prefix, 'token')}; "
+              "each such prompt is its beginning", file=sys.stderr)
     print(json.dumps({name: value for name, value in workload.items() if name != "requests"}),
           file=sys.stderr if out == "-" else sys.stdout)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..config import KvCacheConfig, TrtGptModelOptionalParams
-from ..errors import BatchManagerError, ConfigError, ModelLoadError, printable
+from ..errors import BatchManagerError, ConfigError, ModelLoadError, counted, printable
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
@@ -141,7 +141,7 @@ def described(facts: dict[str, Any]) -> str:
     windows = "no window"
     if facts["attention_windows"]:
         sizes = " and ".join(f"{size:,}" for size in facts["attention_windows"])
-        windows = f"windows of {sizes} tokens in {facts['layers_with_a_window']} layers"
+        windows = f"windows of {sizes} tokens in {counted(facts['layers_with_a_window'], 'layer')}"
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())
@@ -153,8 +153,8 @@ def described(facts: dict[str, Any]) -> str:
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
         *([f"                 not compiled: {facts['not_compiled']}"] if facts["not_compiled"] else []),
         f"  dtype          {facts['dtype']}; tensors in the checkpoint: {stored_as}",
-        f"  attention      {facts['num_layers']} layers, {facts['num_heads']} query heads, {facts['num_kv_heads']} "
-        f"key/value heads, head size {facts['head_size']}; {windows}",
+        f"  attention      {counted(facts['num_layers'], 'layer')}, {counted(facts['num_heads'], 'query head')}, "
+        f"{counted(facts['num_kv_heads'], 'key/value head')}, head size {facts['head_size']}; {windows}",
         f"  vocabulary     {facts['vocab_size']:,} tokens; end ids: {ends}",
         f"  context        {facts['max_seq_len']:,} of the model's {facts['max_position_embeddings']:,} positions", "",
         f"  weights        {size(facts['weight_bytes'])}, {facts['num_weights']:,} elements in the checkpoint{copied}; "
@@ -164,8 +164,9 @@ def described(facts: dict[str, Any]) -> str:
         *([f"                 only {size(facts['set_aside_bytes'])} are set aside, half of the free memory. A step of "
            "this size may not fit: lower --max-num-tokens or --max-batch-size"]
           if facts["set_aside_bytes"] < facts["step_bytes"] else []),
-        f"  KV cache       {size(facts['pool_bytes'])}, {facts['num_blocks']:,} blocks of {facts['tokens_per_block']} "
-        f"tokens and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)",
+        f"  KV cache       {size(facts['pool_bytes'])}, {counted(facts['num_blocks'], 'block')} of "
+        f"{counted(facts['tokens_per_block'], 'token')} "
+        f"and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)",
         f"  free memory    {size(facts['free_bytes'])} before the weights are loaded", "",
         "  sequences that fit into the KV cache at once, by length:"]
     lines += [f"  {int(length):>12,} tokens   {count:,}" for length, count in facts["sequences_by_context"].items()]

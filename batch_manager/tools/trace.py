@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from ..errors import counted
 from ..scheduling import waiting
 from ..stats.trace import IterationTrace, read_trace
 from . import client_waits
@@ -127,7 +128,7 @@ def _computed(spans: list[Span]) -> str:
                 f"{again:,} of them again")
     cached = f", of which {found:,} were found in the cache" if found else ""
     repeated = f", {again:,} of them again" if again else ""
-    return f"computed its prompt: {computed + found:,} tokens{cached}{repeated}"
+    return f"computed its prompt: {counted(computed + found, 'token')}{cached}{repeated}"
 
 
 def _beside(spans: list[Span]) -> str:

@@ -83,7 +83,7 @@ def test_texts_are_those_of_transformers(tmp_path, template, variables, tools):
     for generation in (False, True):
         for talk in (TALK, TALK[1:2], TALK[:2] * 3):
             if tools and template is CHATML:
-                with pytest.raises(InvalidRequestError, match="1 tools have no effect: the chat template leaves them"):
+                with pytest.raises(InvalidRequestError, match="1 tool has no effect: the chat template leaves them"):
                     chat_prompt(tmp_path, talk, tools, **variables)
                 continue
             assert chat_prompt(tmp_path, talk, tools, add_generation_prompt=generation, **variables) \

@@ -349,7 +349,7 @@ def test_a_chat_goes_through_the_template_of_the_folder(tmp_path):
                 llm.chat([{"role": "user", "content": [first, part]}])
         with pytest.raises(InvalidRequestError, match="messages"):
             llm.chat("Who is Emma?")
-        with pytest.raises(InvalidRequestError, match="1 tools have no effect"):
+        with pytest.raises(InvalidRequestError, match="1 tool has no effect"):
             llm.chat(messages, tools=[{"type": "function", "function": {"name": "add"}}])
     with scripted() as llm, pytest.raises(ConfigError, match="no chat template"):
         llm.chat(messages)

@@ -93,7 +93,10 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path, capsys):
     assert main(["--first", *map(str, ours), "--second", *map(str, theirs), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| output_tok_s | 125 | 100 | 1.250 (1.200 to 1.300) | yes |" in printed
-    assert "1 of 2 runs of theirs were disturbed" in printed and "runs of ours" not in printed
+    assert "1 of 2 runs of theirs was disturbed" in printed and "runs of ours" not in printed
+    assert main(["--first", str(ours[0]), "--second", str(theirs[1])]) == 0
+    printed = capsys.readouterr().out
+    assert ": 1 pair of runs; " in printed and "1 of 1 run of theirs was disturbed" in printed
     written = json.loads(out.read_text())
     assert written["disturbed"] == [0, 1]
     assert [one["exceeds_spread"] for one in written["figures"]] == [True]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import BatchManagerError
+from ...errors import BatchManagerError, counted
 from ..__main__ import run_as
 from ..compare import main as compare
 from ..standard_output import discard_standard_output
@@ -83,14 +83,14 @@ def print_failures(points: Sequence[Mapping[str, Any]], program: str) -> int:
     """
     for point in points:
         if point["failed"]:
-            print(f"{program}: {point['failed']} of {point['n']} requests failed:", file=sys.stderr)
+            print(f"{program}: {point['failed']} of {counted(point['n'], 'request')} failed:", file=sys.stderr)
             for failure in point["failures"]:
                 print(f"  request {failure['id']}: {failure['error']}", file=sys.stderr)
             if point["failed"] > len(point["failures"]):
                 print(f"  and {point['failed'] - len(point['failures'])} more", file=sys.stderr)
         if point["wrong_length"] > point["failed"]:
-            print(f"{program}: {point['wrong_length'] - point['failed']} requests have an output of the wrong length",
-                  file=sys.stderr)
+            wrong = counted(point["wrong_length"] - point["failed"], "other output")
+            print(f"{program}: {wrong} of the wrong length", file=sys.stderr)
     return FAILED if any(point["wrong_length"] for point in points) else DONE
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...errors import counted
 from ...gpt_manager import GptManager
 from ...requests.inference_request import InferenceRequest
 from ...responses.perf_metrics import PerfMetrics
@@ -173,7 +174,8 @@ class Client:
         receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s)
         errors = [receipt.error for receipt in receipts.values() if receipt.error]
         if errors:
-            raise BenchmarkError(f"{len(errors)} of {len(requests)} requests failed, the first with: {errors[0]}")
+            raise BenchmarkError(f"{len(errors)} of {counted(len(requests), 'request')} failed, the first with: "
+                                 f"{errors[0]}")
         return receipts
 
     def serve_all(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
@@ -244,8 +246,8 @@ class Client:
             raise BenchmarkError("the engine stopped before all requests were answered; expected a final response for "
                                  f"each; see its health: {manager.health()}")
         if time.perf_counter() - self._started > limit_s:
-            raise BenchmarkError(f"{self._num_open} of {len(self._receipts)} requests are unfinished after the time "
-                                 f"limit of {limit_s:.0f} s")
+            raise BenchmarkError(f"{self._num_open} of {counted(len(self._receipts), 'request')} are unfinished after "
+                                 f"the time limit of {limit_s:.0f} s")
 
     def _arrive(self, requests: list[dict[str, Any]], now: float) -> None:
         for request in requests:

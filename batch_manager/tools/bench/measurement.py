@@ -81,8 +81,8 @@ class Measurement:
         if self.points:
             texts.append(sweep_table([{"n": self._workload["n"], **point} for point in self.points]))
         if (count := self._interrupted_at) is not None:
-            texts.append(f"interrupted after {duration(count.seconds)}: {count.done} of {count.total} requests were "
-                        f"done, {count.tokens:,} tokens generated")
+            texts.append(f"interrupted after {duration(count.seconds)}: {count.done} of "
+                        f"{counted(count.total, 'request')} were done, {counted(count.tokens, 'token')} generated")
         return "\n".join(texts)
 
     def _shared(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import counted
 from ..line_plot import Line, LinePlot, Point
 from ..output_file import OutputFiles
 from ..stacked_plot import Panels, Span, StackedPlot
@@ -117,7 +118,7 @@ def kv_cache_plot(iterations: Sequence[Iteration], words: str) -> StackedPlot:
     pool = iterations[0].blocks
     layers = [("held by running requests", used), *([("cached", cached)] if any(cached) else [])]
     is_near = max(map(sum, zip(used, cached))) >= WORTH_A_LINE * pool
-    return _over_time("The KV cache", words if is_near else f"{words}; pool: {pool:,} blocks", "blocks",
+    return _over_time("The KV cache", words if is_near else f"{words}; pool: {counted(pool, 'block')}", "blocks",
                       layers, iterations, count=count, limit=(float(pool), "the pool") if is_near else None)
 
 
@@ -147,7 +148,8 @@ def _over_time(title: str, words: str, y_label: str, layers: Sequence[tuple[str,
     unit, scale = _time_unit(iterations[-1].end_s)
     rows = zip(*(over_time(iterations, amounts) for _, amounts in layers))
     spans = [Span(row[0][0] * scale, row[0][1] * scale, tuple(amount for *_, amount in row)) for row in rows]
-    how = f"{count or len(iterations):,} steps" + (f" in {MOST_SPANS} means" if len(iterations) > MOST_SPANS else "")
+    means = f" in {MOST_SPANS} means" if len(iterations) > MOST_SPANS else ""
+    how = counted(count or len(iterations), "step") + means
     return StackedPlot(title, f"{words}; {how}", f"{unit} from the first step", y_label, [name for name, _ in layers],
                        spans, limit)
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
+from ...errors import counted
 from ...gpt_manager import GptManager
 from .client import Client
 
@@ -35,8 +36,8 @@ class State(NamedTuple):
 
     def words(self) -> str:
         left = "" if self.left_s is None else f", {duration(self.left_s)} left"
-        return (f"{self.done} of {self.total} requests, {self.tokens_per_s:,.0f} tokens/s, {self.active} active, "
-                f"{self.queued} queued{left}")
+        return (f"{self.done} of {counted(self.total, 'request')}, {self.tokens_per_s:,.0f} tokens/s, "
+                f"{self.active} active, {self.queued} queued{left}")
 
 
 def duration(seconds: float) -> str:

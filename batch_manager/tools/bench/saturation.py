@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import counted
 from .load import Load
 from .metrics import Bounds
 
@@ -40,7 +41,7 @@ class Saturation:
             finding = f"{self.sustained:.4g} requests/s are sustained, the highest rate tried"
         else:
             finding = f"{self.sustained:.4g} requests/s are sustained, {self.broken:.4g} are not"
-        return f"saturation: {finding} ({self.criterion}; {self.probes} runs)"
+        return f"saturation: {finding} ({self.criterion}; {counted(self.probes, 'run')})"
 
 
 def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:

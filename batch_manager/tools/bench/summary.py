@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ...errors import counted
 from .metrics import LATENCIES, NAMES, Bounds
 
 Result = Mapping[str, Any]
@@ -68,9 +69,9 @@ def load_words(result: Result) -> str:
 def table(result: Result) -> str:
     """Format one run as a table."""
     failed = f", {result['failed']} failed" if result["failed"] else ""
-    of = f" of {result['sessions']} sessions" if result.get("sessions") else ""
-    out = [f"{result['n']} requests{of}{failed}, {load_words(result)}: {result['wall_s']:.2f} s, "
-           f"{result['steps'] or 0:,} iterations",
+    of = f" of {counted(result['sessions'], 'session')}" if result.get("sessions") else ""
+    out = [f"{counted(result['n'], 'request')}{of}{failed}, {load_words(result)}: {result['wall_s']:.2f} s, "
+           f"{counted(result['steps'] or 0, 'iteration')}",
            f"prompt tokens {result['prompt_tokens']:,}, generated tokens {result['output_tokens']:,}", "",
            *aligned([["requests/s", number(result["requests_s"])],
                      ["generated tokens/s", number(result["output_tok_s"])],

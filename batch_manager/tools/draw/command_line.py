@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ...config import KvCacheConfig, TrtGptModelOptionalParams
-from ...errors import BatchManagerError, ConfigError
+from ...errors import BatchManagerError, ConfigError, counted
 from ...names import ContextChunkingPolicy
 from ...stats.trace import IterationTrace, read_trace, write_trace
 from ..command_parser import CommandParser, at_least
@@ -183,12 +183,15 @@ def _demo(options: argparse.Namespace) -> tuple[list[str], list[IterationTrace],
         max_batch_size=options.max_batch_size, max_num_sequences=options.max_batch_size * 4,
         max_num_tokens=options.max_num_tokens)
     policy = POLICIES[options.policy]
-    heading = [f"{policy.name}, {options.num_blocks} blocks of {options.tokens_per_block} tokens, at most "
-               f"{options.max_batch_size} requests and {options.max_num_tokens} tokens a step, chunked context: "
+    heading = [f"{policy.name}, {counted(options.num_blocks, 'block')} of "
+               f"{counted(options.tokens_per_block, 'token')}, at most {counted(options.max_batch_size, 'request')} "
+               f"and {counted(options.max_num_tokens, 'token')} a step, chunked context: "
                f"{options.context_chunking_policy if options.chunked_context else 'off'}"]
     requests, refusals = parse_requests(options.requests), []
     iterations = run_demo(requests, params, policy, options.num_blocks, say=refusals.append)
-    complaint = f"{len(refusals)} of {len(requests)} requests cannot run; the first: {refusals[0]}" if refusals else ""
+    complaint = ""
+    if refusals:
+        complaint = f"{len(refusals)} of {counted(len(requests), 'request')} cannot run; the first: {refusals[0]}"
     return [*heading, *(f"refused: {text}" for text in refusals)], iterations, complaint
 
 

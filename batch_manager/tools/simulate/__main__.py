@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import BatchManagerError
+from ...errors import BatchManagerError, counted
 from ...stats.trace import read_trace
 from ..__main__ import run_as
 from ..bench.errors import InputError
@@ -59,7 +59,7 @@ def _fit(options: argparse.Namespace) -> int:
         print_flushed(json.dumps(cost.record()))
     elif options.report == "table" and cost.error is not None:
         planned = "ahead of" if cost.is_asynchronous else "between"
-        print_flushed(f"{cost.about['steps']:,} steps, planned {planned} steps; {cost.error.words()}")
+        print_flushed(f"{counted(cost.about['steps'], 'step')}, planned {planned} steps; {cost.error.words()}")
     return DONE
 
 

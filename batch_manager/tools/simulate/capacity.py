@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...errors import counted
 from ..bench.load import Load
 from ..bench.saturation import period_of, probe_load, repetitions
 from .traffic import Traffic
@@ -36,7 +37,7 @@ class Capacity:
             finding = f"{self.sustained:,} sustain the rate, the smallest number tried"
         else:
             finding = f"{self.sustained:,} sustain the rate, {self.broken:,} do not"
-        return f"replicas: {finding} ({self.criterion}; {self.probes} runs)"
+        return f"replicas: {finding} ({self.criterion}; {counted(self.probes, 'run')})"
 
 
 def find_fewest_replicas(holds: Callable[[int], bool], first: int, most: int, max_probes: int,

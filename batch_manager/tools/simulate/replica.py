@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import counted
 from ...requests.inference_request import InferenceRequest
 from ...stats.trace import IterationTrace
 from .cost_model import CostModel
@@ -97,8 +98,8 @@ class Replica:
             before = self._loop.iteration, self.unfinished
             self._loop.step(accept_new=True)
             if (self._loop.iteration, self.unfinished) == before:
-                raise RuntimeError(f"replica {self.number} makes no progress with {self.unfinished} unfinished "
-                                   "requests")
+                raise RuntimeError(f"replica {self.number} makes no progress with "
+                                   f"{counted(self.unfinished, 'unfinished request')}")
             return
         if self._leap is not None:
             leap, self._leap = self._leap, None

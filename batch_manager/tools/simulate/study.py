@@ -270,5 +270,5 @@ class _Progress:
     def __call__(self, done: int, now: float) -> None:
         if self._shows and time.perf_counter() >= self._next:
             self._next = time.perf_counter() + SECONDS_BETWEEN_LINES
-            print(f"\r\x1b[K{self._label}{done:,} of {self._total:,} requests done after {now:,.0f} simulated seconds",
-                  end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{self._label}{done:,} of {counted(self._total, 'request')} done after {now:,.0f} "
+                  "simulated seconds", end="", file=sys.stderr, flush=True)
