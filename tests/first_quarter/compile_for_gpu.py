@@ -97,7 +97,7 @@ def check_kernels(dtype: torch.dtype, folder: Path) -> None:
           mock.patch.object(pages.PagedSequences, "context_error", launch_once),
           torch.inference_mode()):
         for check in correctness.CHECKS.values():
-            check(bench.Bench(clock, dtype, folder, folder))
+            check(bench.Bench(clock, dtype, folder))
 
 
 def build_launchers() -> int:

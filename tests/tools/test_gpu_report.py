@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batch_manager.tools.gpu_report.goals import ALL, GOALS, family
+from batch_manager.tools.gpu_report.goals import ALL, GOALS
 from batch_manager.tools.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
+from batch_manager.tools.gpu_report.sections import EAGER, SECTIONS, WITH_BUDGET, Section, chosen, functions
+
+RUN = [section.name for section in SECTIONS if section.name != "transformers" and (
+    not section.name.endswith(EAGER) or section.name == "small-steps-eager")]
 
 PEER_ATTENTION = """
 import torch
@@ -37,59 +42,65 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 def dry_run(tmp_path_factory):
     """Return (records, output folder, stderr) of a dry run in its own process. The run measures a peer's attention too.
 
-    The run leaves out transformers, which takes seconds to import and has its own test.
+    The run leaves out transformers, which takes seconds to import and has its own test, and all sections without graphs
+    but one.
     """
     folder = tmp_path_factory.mktemp("report")
     peers = folder / "peers"
     peers.mkdir()
     (peers / "attention.py").write_text(PEER_ATTENTION)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.quick_interpreter", "batch_manager.tools.gpu_report", "--out", str(folder),
-         "--dry-run", "--peers", str(peers), "--goal", *sorted({family(name) for name in GOALS} - {"G6b"}), "facts"],
+        [sys.executable, "-m", "tests.quick_interpreter", "batch_manager.tools.gpu_report", "--out",
+         str(folder / "out"), "--dry-run", "--peers", str(peers), "--section", *RUN],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return read(folder / "gpu_report.jsonl"), folder, done.stderr
+    return read(folder / "out" / "gpu_report.jsonl"), folder / "out", done.stderr
 
 
 def test_a_dry_run_comes_to_every_goal_and_has_no_numbers(dry_run):
     lines, *_ = dry_run
-    assert {line["goal"] for line in lines} == set(ALL) - {"G6b"}
+    assert {line["goal"] for line in lines} == set(ALL) - {"G6b", "G6-peer"}
     for line in lines:
         assert line["status"] == DRY, line
         assert line["ratio"] is None and line["numerator"] is None and line["met"] is None
         assert line["device"].startswith("dry run") and line["versions"].keys() >= {"batch_manager", "torch", "triton"}
 
 
-def test_every_goal_of_an_engine_is_measured_with_graphs_before_anything_without(dry_run):
-    lines, *_ = dry_run
-    labels = [(line["goal"], line["case"].partition(",")[0].partition(":")[0]) for line in lines]
-    engines = ["G3", "G3b-135M", "G3b-1B", "G4", "G4-share", "G8", "G8-overlap", "G6", "G7", "G9"]
-    first_eager = next(number for number, (_, label) in enumerate(labels) if label == "eager")
-    assert [goal for goal in engines if (goal, "graphs") not in labels[:first_eager]] == []
-    assert {goal for goal, label in labels if label == "eager"} == {"G3b-135M", "G3b-1B"}     # the rest on a GPU only
-    in_order = list(dict.fromkeys(goal for goal, _ in labels[:first_eager]))
-    assert in_order.index("G3") < in_order.index("G3b-135M") < in_order.index("G9")
+def test_engines_are_measured_with_graphs_and_the_report_has_two_files(dry_run):
+    lines, folder, _ = dry_run
+    labels = {(line["goal"], line["case"].partition(",")[0].partition(":")[0]) for line in lines}
+    engines = {"G3", "G3b-135M", "G3b-1B", "G4", "G4-share", "G8", "G8-overlap", "G6", "G6-share", "G7", "G9", "fact"}
+    assert {goal for goal, label in labels if label == "graphs"} == engines
+    assert {goal for goal, label in labels if label == "eager"} == {"G3b-135M", "G3b-1B"}
+    assert sorted(path.name for path in folder.iterdir()) == ["gpu_report.jsonl", "gpu_report.md"]
 
 
 def test_the_estimates_of_every_section_fit_its_budget_and_all_fit_eight_minutes(dry_run):
-    from batch_manager.tools.gpu_report.sections import SECTIONS
-
     *_, printed = dry_run
     used = {name: (float(seconds), float(budget)) for name, seconds, budget in re.findall(
         r"^-- (.*): ([\d.]+) s of (\d+) s$", printed, re.MULTILINE)}
-    assert list(used) == [section.name for section in SECTIONS]
-    with_budget = [section for section in SECTIONS if section.seconds]
-    assert sum(section.seconds for section in with_budget) <= 8 * 60
-    assert sum(used[section.name][0] for section in with_budget) <= 8 * 60
-    for section in with_budget:
+    assert list(used) == RUN
+    assert sum(section.seconds for section in WITH_BUDGET) <= 8 * 60
+    for section in WITH_BUDGET:
         seconds, budget = used[section.name]
         assert budget == section.seconds
         # The last one uses all the time that is left.
-        assert seconds <= budget or section is with_budget[-1], section.name
-    assert {family(name) for name in GOALS} - {"settings"} == {
-        name for section in with_budget for name in section.goals}
-    assert re.search(r"^8B decode steps +70 s +ends by", printed, re.MULTILINE)
+        assert seconds <= budget or section is WITH_BUDGET[-1], section.name
+    assert re.search(r"^large-steps +65 s +ends by", printed, re.MULTILINE)
+
+
+def test_the_sections_are_those_that_have_code_and_report_every_goal():
+    assert [section.name for section in SECTIONS] == sorted(functions(), key=[one.name for one in SECTIONS].index)
+    assert {goal for section in SECTIONS for goal in section.goals} == set(ALL) - {"G6-peer"}
+    assert SECTIONS[-1].name == "transformers"                    # no serious peer
+    names = [section.name for section in chosen([], has_rates=False)]
+    assert names == [section.name for section in SECTIONS] and len(set(names)) == len(names)
+    for given, has_rates, expected in (
+            (["sampling", "headline"], False, ["rates", "headline", "sampling"]), (["headline"], True, ["headline"]),
+            (["correctness"], False, ["correctness"]), ([], True, names[1:])):
+        assert [section.name for section in chosen(given, has_rates=has_rates)] == [
+            name for name in expected if name in names]
 
 
 def test_every_kernel_is_compared_by_value(dry_run):
@@ -102,18 +113,16 @@ def test_every_kernel_is_compared_by_value(dry_run):
         "token_bitmask", "token_penalties"}
 
 
-def test_it_compares_with_the_peer_and_leaves_the_workload_for_others(dry_run):
+def test_it_compares_with_the_peer(dry_run):
     lines, folder, _ = dry_run
     notes = {line["goal"]: line["note"] for line in lines}
     assert notes["G1c"] == notes["G2b"] == notes["G2b-64"] == "against a peer"
-    workload = json.loads((folder / "headline.json").read_text())
-    assert workload["output_tokens"] == sum(request["max_tokens"] for request in workload["requests"])
     assert (folder / "gpu_report.md").read_text().count("\n| G") >= len(GOALS) - 1
 
 
 def test_the_fastest_settings_are_written_as_code(dry_run):
     lines, folder, _ = dry_run
-    text = (folder / "gpu_settings.md").read_text()
+    text = (folder / "gpu_report.md").read_text()
     for function in ("decode_settings", "context_settings", "settings_of_few_rows", "decode_work_list"):
         assert f"`{function}` in triton_kernels/" in text
     cases = [line["case"] for line in lines if line["goal"] == "settings"]
@@ -136,21 +145,19 @@ def test_the_page_size_of_transformers_is_given_by_the_name_that_this_release_ha
 
 
 def test_transformers_serves_the_same_requests(tmp_path):
-    import torch
-
     pytest.importorskip("transformers")
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
-    from batch_manager.tools.gpu_report.headline import _against_transformers
     from batch_manager.tools.gpu_report.shapes import TINY
+    from batch_manager.tools.gpu_report.transformers_peer import run, serve_with_transformers
 
-    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    bench = dry_bench(tmp_path)
     requests = [{"id": 0, "prompt": [3, 4, 5], "max_tokens": 2}, {"id": 1, "prompt": [6], "max_tokens": 4}]
-    record = _against_transformers(bench, "2 requests", 100.0, 0.0, TINY, requests)
-    assert record.status == "measured", record.note
-    assert record.denominator > 0 and "stopped" not in record.note
-    broken = _against_transformers(bench, "2 requests", 100.0, 0.0, TINY, [{"id": 0, "prompt": [3]}])
-    assert broken.status == FAILED and "KeyError" in broken.note
+    rate, note = serve_with_transformers(bench, TINY, requests, 30.0)
+    assert rate > 0 and "stopped" not in note
+    (record,) = run(bench)
+    assert record.status == NOT_REACHED and "headline" in record.note
+    bench.lines = [Record("G6", "256 requests", 7.0).line(HEADER, dry=False)]
+    (record,) = run(bench)
+    assert (record.status, record.numerator) == ("measured", 7.0) and record.denominator > 0
 
 
 # ---------------------------------------------------------------------- records
@@ -188,31 +195,40 @@ def test_a_line_that_is_no_line_is_refused():
 # ---------------------------------------------------------------------- sections and their time
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Return the function `run(*sections, minutes=8, goals=())`, which returns the records of a report.
-
-    DryClock replaces the device's clock.
-    """
+def dry_bench(tmp_path, *, is_dry=True):
+    """Return a Bench on the CPU, whose clock says that it is a GPU's unless `is_dry`."""
     import torch
 
-    from batch_manager.tools.gpu_report import sections as listed
-    from batch_manager.tools.gpu_report.__main__ import run
     from batch_manager.tools.gpu_report.bench import Bench
     from batch_manager.tools.gpu_report.device_clock import DryClock
 
-    def with_sections(*sections, minutes=8.0, goals=(), is_dry=False, rates=()):
-        monkeypatch.setattr(listed, "SECTIONS", sections)
-        clock = DryClock(torch.device("cpu"))
-        clock.is_dry = is_dry
-        return list(run(Bench(clock, torch.float32, tmp_path, tmp_path, goals=goals, rates=dict(rates)), minutes))
+    clock = DryClock(torch.device("cpu"))
+    clock.is_dry = is_dry
+    return Bench(clock, torch.float32, tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return the function `run(*sections, minutes=8)`, which returns the lines of a report. See `section`."""
+    from batch_manager.tools.gpu_report import processes
+
+    def with_sections(*given, minutes=8.0, rates=()):
+        monkeypatch.setattr(processes, "functions", lambda: {one.name: function for one, function in given})
+        bench = dry_bench(tmp_path, is_dry=False)
+        bench.rates = dict(rates)
+        path = tmp_path / "gpu_report.jsonl"
+        (*_, lines) = processes.run(bench, [one for one, _ in given], minutes, HEADER, path)
+        assert read(path) == lines
+        return lines
     return with_sections
 
 
-def section(name, function, *goals, seconds=10, needed_by=()):
-    from batch_manager.tools.gpu_report.sections import Section
+def section(name, function, *goals, seconds=10):
+    return Section(name, "", seconds, goals), function
 
-    return Section(name, function, seconds, goals, needed_by)
+
+def outcomes(lines):
+    return [(line["goal"], line["case"], line["status"]) for line in lines]
 
 
 def test_what_a_section_raises_is_a_record_of_each_goal_it_did_not_come_to(run):
@@ -220,14 +236,76 @@ def test_what_a_section_raises_is_a_record_of_each_goal_it_did_not_come_to(run):
         yield Record("G1", "uniform", 1.0, 1.0)
         raise RuntimeError("no such kernel\nmore")
 
-    def works(bench):
-        yield Record("G7", "latency", 1.0, 1.0)
-
-    records = run(section("first", fails, "G1", "G1b"), section("second", works, "G7"))
-    assert [(one.goal, one.case, one.status) for one in records] == [
+    lines = run(section("first", fails, "G1", "G1-ragged", "G1b"), section("second", works, "G7"))
+    assert outcomes(lines) == [
         ("G1", "uniform", "measured"), ("G1-ragged", "first", FAILED), ("G1b", "first", FAILED),
         ("fact", "first", FAILED), ("G7", "latency", "measured")]
-    assert records[1].note == "first: RuntimeError: no such kernel"
+    assert lines[1]["note"] == "first: RuntimeError: no such kernel"
+
+
+def works(bench):
+    yield Record("G7", "latency", 1.0, 1.0)
+
+
+def test_an_error_that_stays_in_its_process_costs_one_section(run, monkeypatch):
+    """After an illegal access, each call to the device fails, until the process ends."""
+    import torch
+
+    from batch_manager.tools.gpu_report import correctness
+
+    empty, lost = torch.empty, []
+
+    def illegal(*_, **__):
+        lost.append(1)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "empty", lambda *given, **more: illegal() if lost else empty(*given, **more))
+    monkeypatch.setattr(correctness, "CHECKS", {
+        "philox": lambda bench: 0.0, "rms_norm": illegal, "layer_norm": lambda bench: float(torch.empty(1).sum())})
+
+    def engine(bench):
+        yield Record("G7", "latency", float(torch.empty(1).numel()), 1.0)
+
+    lines = run(section("correctness", correctness.run, "correctness", seconds=30), section("latency", engine, "G7"))
+    assert outcomes(lines) == [("correctness", "philox", "measured"), ("correctness", "rms_norm", FAILED),
+                               ("correctness", "layer_norm", FAILED), ("G7", "latency", "measured")]
+    assert "rms_norm" in lines[3]["note"] and lines[3]["met"] is None
+
+
+def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
+    from batch_manager.tools.gpu_report import correctness, device_clock
+
+    def fails(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(device_clock.DryClock, "synchronize", fails)
+    monkeypatch.setattr(correctness, "CHECKS", {"rms_norm": fails, "layer_norm": lambda bench: 0.0})
+    lines = run(section("correctness", correctness.run, "correctness", seconds=30))
+    assert outcomes(lines) == [("correctness", "rms_norm", FAILED), ("fact", "correctness", FAILED)]
+    assert "lost" in lines[1]["note"]
+
+
+@pytest.mark.parametrize("ends, grace_seconds, expected", [
+    (lambda: time.sleep(600), 0.3, "killed at its limit"),
+    (lambda: os.kill(os.getpid(), signal.SIGSEGV), 60, "SIGSEGV"), (lambda: os._exit(3), 60, "status 3")])
+def test_a_process_that_hangs_or_ends_costs_what_it_has_not_reported(run, monkeypatch, ends, grace_seconds, expected):
+    from batch_manager.tools.gpu_report import processes
+
+    monkeypatch.setattr(processes, "START_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", grace_seconds)
+    monkeypatch.setattr(processes, "DUMP_SECONDS", 0.1)
+
+    def stops(bench):
+        yield Record("G1", "uniform", 1.0, 1.0)
+        with (bench.folder / "gpu_report.jsonl").open("a") as file:
+            file.write('{"goal": "half a li')
+        ends()
+        yield Record("G1b", "never", 1.0, 1.0)
+
+    lines = run(section("hangs", stops, "G1", "G1b", seconds=0), section("latency", works, "G7"), minutes=11 / 60)
+    assert outcomes(lines) == [("G1", "uniform", "measured"), ("G1b", "hangs", FAILED), ("fact", "hangs", FAILED),
+                               ("G7", "latency", "measured")]
+    assert expected in lines[1]["note"]
 
 
 def test_a_section_that_needs_more_time_than_it_has_says_so_and_the_next_one_runs(run):
@@ -237,48 +315,51 @@ def test_a_section_that_needs_more_time_than_it_has_says_so_and_the_next_one_run
 
     def quick(bench):
         assert 0 < bench.seconds_left <= 30
-        yield Record("G7", "latency", 1.0, 1.0)
+        yield from works(bench)
 
-    records = run(section("slow", slow, "G9"), section("quick", quick, "G7", seconds=20), minutes=0.5)
-    assert [(one.goal, one.status) for one in records] == [("G9", NOT_REACHED), ("G7", "measured")]
-    assert records[0].note == "slow: 10 s were left; the measurement needs 20 s"
+    lines = run(section("slow", slow, "G9"), section("quick", quick, "G7", seconds=20), minutes=0.5)
+    assert outcomes(lines) == [("G9", "slow", NOT_REACHED), ("G7", "latency", "measured")]
+    assert re.fullmatch(r"slow: (9|10) s were left; the measurement needs 20 s", lines[0]["note"])
+
+
+def test_a_section_for_which_no_time_is_left_is_not_started(run):
+    lines = run(section("first", works, "G7"), section("second", works, "G1"), minutes=0.01)
+    assert outcomes(lines) == [("G7", "first", NOT_REACHED), ("G1", "second", NOT_REACHED)]
 
 
 def test_a_section_may_use_what_those_before_it_left_but_not_the_budgets_of_those_after_it(run):
-    seen = []
-
     def looks(bench):
-        seen.append(bench.deadline - time.monotonic())
-        yield from ()
+        yield Record("fact", "seconds left", bench.seconds_left)
 
-    run(*(section(name, looks, "G7", seconds=10) for name in "abc"), section("rest", looks, "G7", seconds=0), minutes=1)
-    assert seen == pytest.approx([40, 50, 60, 60], abs=0.5)
-    seen.clear()
-    run(*(section(name, looks, "G7", seconds=40) for name in "abc"), minutes=1)          # whole ones, in order
-    assert seen == pytest.approx([40, 60, 60], abs=0.5)
+    def seconds_left(*budgets):
+        return [line["numerator"] for line in run(*(
+            section(f"section {number}", looks, "fact", seconds=seconds) for number, seconds in enumerate(budgets)),
+            minutes=1)]
+
+    assert seconds_left(10, 10, 10, 0) == pytest.approx([40, 50, 60, 60], abs=2)
+    assert seconds_left(40, 40, 40) == pytest.approx([40, 60, 60], abs=2)          # whole ones, in order
 
 
-def test_without_rates_a_section_is_not_reached_and_with_those_of_an_earlier_report_it_is(run, tmp_path):
+def test_rates_are_those_of_the_first_section_or_of_an_earlier_report(run):
     from batch_manager.tools.gpu_report.denominators import RATES, rates_of
-    from batch_manager.tools.gpu_report.denominators import run as denominators
+
+    def measures(bench):
+        for case, unit, _ in RATES.values():
+            yield Record("denominator", case, 2.0, unit=unit)
 
     def compares(bench):
         yield Record("G1", "attention", bench.copy_bytes_s, 1.0)
 
-    (record,) = run(section("attention", compares, "G1b", "G1", seconds=10))[:1]
-    assert record.status == NOT_REACHED and "--rates" in record.note
-    header = {"device": "a GPU", "versions": {}, "commit": "", "date": ""}
-    lines = [Record("denominator", case, 2.0, unit=unit).line(header, dry=False) for case, unit, _ in RATES.values()]
-    report = tmp_path / "gpu_report.jsonl"
-    report.write_text("\n".join(map(json.dumps, lines)))
-    rates = rates_of(report, "a GPU")
+    (line,) = run(section("decode-attention", compares, "G1"))
+    assert line["status"] == NOT_REACHED and "--rates" in line["note"]
+    *measured, line = run(section("rates", measures, "denominator"), section("decode-attention", compares, "G1"))
+    assert line["numerator"] == 2e9
+    rates = rates_of(measured, "some GPU")
     assert rates == {"copy_bytes_s": 2e9, "read_bytes_s": 2e9, "matmul_flop_s": 2e12}
-    assert run(section("rates", denominators, needed_by=("G1",)), section("attention", compares, "G1"),
-               goals=("G1",), rates=rates)[0].numerator == 2e9
-    for text, device in ((lines[0], "a GPU"), (lines[0] | {"device": "b"}, "a GPU"), ({}, "a GPU")):
-        report.write_text(json.dumps(text))
+    assert run(section("decode-attention", compares, "G1"), rates=rates) == [line]
+    for lines, device in (([], "some GPU"), (measured[:1], "some GPU"), (measured, "another GPU")):
         with pytest.raises(ValueError, match="expected"):
-            rates_of(report, device)
+            rates_of(lines, device)
 
 
 @pytest.mark.parametrize("dtype, allowed", [("bfloat16", 1e-2), ("float16", 2e-3), ("float32", 1e-4)])
@@ -289,21 +370,10 @@ def test_a_result_that_is_rounded_once_is_within_the_allowed_error(tmp_path, dty
     from batch_manager.tools.gpu_report.device_clock import DryClock
     from batch_manager.tools.gpu_report.pages import relative_error
 
-    bench = Bench(DryClock(torch.device("cpu")), getattr(torch, dtype), tmp_path, tmp_path)
+    bench = Bench(DryClock(torch.device("cpu")), getattr(torch, dtype), tmp_path)
     assert bench.allowed_error == allowed
     values = bench.normal(4096, dtype=torch.float64)
     assert relative_error(values.to(bench.dtype), values) < bench.allowed_error
-
-
-def test_only_what_was_asked_for_runs_and_what_goals_rest_on(run):
-    def names(name):
-        def found(bench):
-            yield Record("fact", name, 1.0)
-        return found
-
-    records = run(section("base", names("base"), needed_by=("G7",)), section("one", names("one"), "G1", "G1b"),
-                  section("two", names("two"), "G7"), goals=("G7",))
-    assert [one.case for one in records] == ["base", "two"]
 
 
 def test_nothing_is_judged_where_a_kernel_is_wrong(run):
@@ -313,48 +383,34 @@ def test_nothing_is_judged_where_a_kernel_is_wrong(run):
     def fast(bench):
         yield Record("G3", "8B", 1.0, 1.0, note="eager")
 
-    records = run(section("correctness", wrong), section("steps", fast, "G3"))
-    assert records[1].met is None and records[1].note == "wrong kernels: rms_norm; eager"
-    assert run(section("steps", fast, "G3"))[0].met is True
-
-
-def test_goals_are_chosen_by_their_families():
-    assert {family(name) for name in GOALS} == {
-        "G1", "G1b", "G1c", "G2", "G2b", "G3", "G3b", "G4", "G5", "G5b", "G6", "G6b", "G7", "G8", "G9",
-        "settings"}
+    *_, line = run(section("correctness", wrong, "correctness"), section("large-steps", fast, "G3"))
+    assert line["met"] is None and line["note"] == "wrong kernels: rms_norm; eager"
+    assert run(section("large-steps", fast, "G3"))[0]["met"] is True
 
 
 # ---------------------------------------------------------------------- graphs
 
 
 def test_an_engine_whose_graphs_are_refused_is_measured_without_and_says_why(tmp_path):
-    import torch
-
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
-    from batch_manager.tools.gpu_report.engines import engine
+    from batch_manager.tools.gpu_report.engines import engine, graphless
     from batch_manager.tools.gpu_report.shapes import TINY
 
-    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    bench = dry_bench(tmp_path)
     with engine(bench, TINY, max_batch=2) as made:
         assert made.label == "eager"
         assert made.note.startswith("no graphs were captured: cuda_graphs is True, but the device is cpu")
         assert len(made.generate(2, 4, 1).receipts) == 2
-    assert bench.without_graphs == {"tiny": made.note}
+    assert graphless(bench, TINY).read_text() == made.note
     with engine(bench, TINY, max_batch=2, graphs=False) as made:
         assert (made.label, made.note) == ("eager", "")
 
 
 def test_a_run_is_labelled_by_the_number_of_captured_graphs(tmp_path):
-    import torch
-
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
     from batch_manager.tools.gpu_report.engines import Engine, MeasuredClient
     from batch_manager.tools.gpu_report.shapes import TINY
 
     reasons = ["cuda_graphs is True, but capturing a step raised RuntimeError: operation not permitted"]
-    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    bench = dry_bench(tmp_path)
     for num_graphs, label, note in ((3, "graphs", ""), (0, "eager", f"no graphs were captured: {reasons[0]}")):
         client = MeasuredClient()
         client.return_stats(json.dumps({"Context Requests": 0, "Runtime GPU Memory Usage": 5,
@@ -422,6 +478,32 @@ def test_the_worker_is_held_and_let_go(tmp_path):
     client.let_go()
     thread.join(timeout=10)
     assert len(client.stamps) == 5 and client.stamps[0].gpu_bytes == 5
+
+
+def test_the_headline_workload_is_that_of_the_goals():
+    from batch_manager.tools.gpu_report.headline import GOOD_RATES, headline_workload
+
+    workload = headline_workload()
+    assert (workload["n"], workload["prompt_tokens"], workload["output_tokens"]) == (256, 142_827, 133_966)
+    requests = workload["requests"]
+    assert {len(one["prompt"]) for one in requests} | {one["max_tokens"] for one in requests} <= set(range(100, 1025))
+    assert GOOD_RATES == {"H100": 18_500, "H200": 26_000}
+    assert {name: GOALS[name].floor for name in ("G1", "G1-ragged", "G3", "G3b-1B", "G3b-135M", "G6-share")} == {
+        "G1": 0.9, "G1-ragged": 0.85, "G3": 0.75, "G3b-1B": 0.6, "G3b-135M": 0.5, "G6-share": 0.66}
+
+
+def test_the_least_time_of_the_headline_workload_is_that_of_its_steps():
+    from types import SimpleNamespace
+
+    from batch_manager.tools.gpu_report.headline import least_seconds
+    from batch_manager.tools.gpu_report.shapes import QWEN3_600M
+
+    gpu = SimpleNamespace(copy_bytes_s=4.3e12, matmul_flop_s=790e12)
+    lengths = [(100, 3), (50, 2)]
+    of_prompts = 2 * (QWEN3_600M.matrix_entries - 151_936 * 1024) * 150 / 790e12
+    steps = [QWEN3_600M.least_step_seconds(gpu, 1, 101 + 51) - QWEN3_600M.least_matrix_seconds(gpu, 1)
+             + QWEN3_600M.least_matrix_seconds(gpu, 2), QWEN3_600M.least_step_seconds(gpu, 1, 102)]
+    assert least_seconds(gpu, QWEN3_600M, lengths) == pytest.approx(of_prompts + sum(steps))
 
 
 def test_results_of_peers_are_those_of_the_same_workload(tmp_path):

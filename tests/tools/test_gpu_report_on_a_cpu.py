@@ -1,6 +1,7 @@
 """The sections that measure engines give valid records outside of a dry run. A CPU and tiny sizes replace the GPU."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from batch_manager.tools.gpu_report.records import check
 from batch_manager.tools.workload import Lengths
 
 TINY = dataclasses.replace(shapes.TINY, positions=1024)
+DRY = headline.dry_workload()
 HEADER = {"device": "a CPU", "versions": {}, "commit": "abc", "date": "2026-12-01"}
 # section -> (module, its sizes, its goals)
 SECTIONS = {
@@ -29,7 +31,8 @@ SECTIONS = {
               ["G3", "G3"]),
     "idle": (idle, {"BATCH": 2, "CONTEXT": 20, "STEPS": 6, "WATCHED_STEPS": 3, "KV_TOKENS": 512, "LLAMA_135M": TINY},
              ["G4", "G4-share", "fact", "fact", "G8", "G8-overlap"]),
-    "headline": (headline, {"COUNT": 3, "SHORTEST": 4, "LONGEST": 8, "QWEN3_600M": TINY}, ["G6"]),
+    "headline": (headline, {"COUNT": 2, "headline_workload": lambda: DRY, "QWEN3_600M": TINY},
+                 ["G6", "G6-share", "G6-peer"]),
     "latency": (latency, {"COUNT": 4, "RATE": 100.0, "PROMPTS": Lengths(8, 0.3, 4, 12), "LLAMA_1B": TINY,
                           "OUTPUTS": Lengths(6, 0.3, 4, 8)}, ["G7"]),
     "published": (published_workloads, {"BATCH": 2, "CELLS": ((4, 3, 9.0, 1.0), (8, 3, 9.0, 1.0)), "LLAMA_8B": TINY},
@@ -48,7 +51,9 @@ def test_a_section_gives_records_that_the_report_can_hold(name, tmp_path, monkey
         kv_cache_config=dataclasses.replace(kv_cache_config, max_tokens=512), cpu_compile=False, **options))
     clock = DryClock(torch.device("cpu"))
     clock.is_dry = False
-    bench = Bench(clock, torch.float32, tmp_path, tmp_path, goals=("G3", "G4", "G6", "G7", "G8", "G9"),
+    (tmp_path / "peer.json").write_text(json.dumps(
+        {"peer": "another", "workload": "headline.json", "output_tok_s": 7.0} | DRY))
+    bench = Bench(clock, torch.float32, tmp_path, tmp_path,
                   rates={"copy_bytes_s": 1e10, "read_bytes_s": 1e10, "matmul_flop_s": 1e11})
     run = decode_steps.run_large if name == "large" else module.run
     lines = [record.line(HEADER, dry=False) for record in run(bench)]

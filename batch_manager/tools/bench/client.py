@@ -161,17 +161,19 @@ class Client:
     # ------------------------------------------------------------------ the thread that serves
 
     def serve(self, manager: GptManager, requests: list[dict], *, streaming: bool, started: float,
-              limit_s: float = math.inf) -> dict[int, Receipt]:
+              limit_s: float = math.inf, options: RequestOptions = DEFAULTS) -> dict[int, Receipt]:
         """Serve requests at their arrival times, wait for all final responses, and return request id -> Receipt.
 
         The prompt of a later turn is replaced by the whole prompt: the history and the tokens of the new turn.
 
         started   value of perf_counter() at the start of the run; arrival times and timestamps count from it
         limit_s   time limit, in seconds since `started`
+        options   options of every request
 
         Raises BenchmarkError if a request fails, the time limit passes or the engine stops answering.
         """
-        receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s)
+        receipts = self.serve_all(manager, requests, streaming=streaming, started=started, limit_s=limit_s,
+                                  options=options)
         errors = [receipt.error for receipt in receipts.values() if receipt.error]
         if errors:
             raise BenchmarkError(f"{len(errors)} of {counted(len(requests), 'request')} failed, the first with: "

@@ -10,11 +10,12 @@ from ...requests.inference_request import InferenceRequest
 class RequestOptions:
     """The options of all requests of a benchmark.
 
-    Decoding is greedy. Without an end id, every output has exactly the requested length.
+    Without a temperature, decoding is greedy. Without an end id, every output has exactly the requested length.
 
     end_id, pad_id      values of these request tensors; -1: not set
     beam_width          beams per request
     context_logits, generation_logits   whether responses include these logits
+    temperature         temperature at which tokens are sampled from the whole vocabulary; None: greedy
     timings             whether responses include performance metrics, which are needed for queue times
     cache_salt          salt of the requests, which reuse cached blocks only of requests with the same salt; None: no
                         salt. Repetitions of a workload have different salts
@@ -25,6 +26,7 @@ class RequestOptions:
     beam_width: int = 1
     context_logits: bool = False
     generation_logits: bool = False
+    temperature: float | None = None
     timings: bool = False
     cache_salt: str | None = None
 
@@ -43,6 +45,8 @@ class RequestOptions:
             tensors["return_context_logits"] = True
         if self.generation_logits:
             tensors["return_generation_logits"] = True
+        if self.temperature is not None:
+            tensors["temperature"] = self.temperature
         if self.timings:
             tensors["return_perf_metrics"] = True
         salt = self.cache_salt

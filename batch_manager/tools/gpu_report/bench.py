@@ -23,25 +23,22 @@ class Bench:
 
     clock        clock of the device
     dtype        data type of kernels and engines; float32 in a dry run, because the interpreter has no bfloat16
-    folder       temporary folder, for example for checkpoints
-    out          folder for the files that the report keeps
+    folder       temporary folder of all sections, for example for checkpoints
     peers        folder with another attention kernel, or results of other engines, to compare with; None: no comparison
-    goals        names of the performance goals (goals.py) to measure; empty: all
-    rates        rates of the device by name, which the section `denominators` measures; see RATES there
+    rates        rates of the device by name, which the section `rates` measures; see RATES in denominators.py
+    lines        lines of the report so far
     deadline     value of `now` by which the current section must end
-    without_graphs   model name -> why an engine that was to capture graphs has none
+    estimated    in a dry run, the value of `now`
     """
 
     clock: GpuClock | DryClock
     dtype: torch.dtype
     folder: Path
-    out: Path
     peers: Path | None = None
-    goals: tuple[str, ...] = ()
     rates: dict[str, float] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
     deadline: float = float("inf")
-    without_graphs: dict[str, str] = field(default_factory=dict)
-    _estimated: float = 0.0
+    estimated: float = 0.0
     _seed: int = 0
 
     @property
@@ -78,14 +75,10 @@ class Bench:
         """Return `dry` in a dry run, otherwise `real`."""
         return dry if self.is_dry else real
 
-    def wants(self, *names: str) -> bool:
-        """Return whether the report measures at least one of the goals `names`."""
-        return not self.goals or any(name in self.goals for name in names)
-
     @property
     def now(self) -> float:
         """The time in seconds. In a dry run, it is the sum of the estimates given to `require` so far."""
-        return self._estimated if self.is_dry else time.monotonic()
+        return self.estimated if self.is_dry else time.monotonic()
 
     @property
     def seconds_left(self) -> float:
@@ -100,7 +93,7 @@ class Bench:
         if self.seconds_left < seconds:
             raise OutOfTimeError(f"{max(self.seconds_left, 0.0):.0f} s were left; "
                                  f"the measurement needs {seconds:.0f} s")
-        self._estimated += seconds
+        self.estimated += seconds
 
     def has_time(self, seconds: float) -> bool:
         """Announce a measurement of about `seconds`, and return whether the section has that much time left."""
@@ -109,6 +102,14 @@ class Bench:
         except OutOfTimeError:
             return False
         return True
+
+    def add_text(self, name: str, text: str) -> None:
+        """Let the report end with `text`, in Markdown. A later text of the same name replaces it."""
+        (self.folder / f"{name}.md").write_text(text)
+
+    def texts(self) -> list[str]:
+        """Return the texts of `add_text`."""
+        return [path.read_text() for path in sorted(self.folder.glob("*.md"))]
 
     def generator(self) -> torch.Generator:
         """Return a random generator on the device. Each call uses another seed."""

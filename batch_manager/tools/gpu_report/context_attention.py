@@ -24,9 +24,8 @@ def run(bench: Bench) -> Iterator[Record]:
         for length in LENGTHS:
             bench.require(5)
             yield from _one(bench, heads, length, *goals)
-    if bench.wants("G2"):
-        bench.require(4)
-        yield from _of_a_short_chunk(bench)
+    bench.require(4)
+    yield from _of_a_short_chunk(bench)
 
 
 def _of_a_short_chunk(bench: Bench) -> Iterator[Record]:
@@ -67,10 +66,8 @@ def _one(bench: Bench, heads: Heads, length: int, against_matrix: str | None, ag
         return
     timing = bench.clock.time(launch, launches=LAUNCHES, repeats=REPEATS)
     rate = sequences.causal_operations / timing.median
-    if against_matrix is not None and bench.wants("G2"):
+    if against_matrix is not None:
         yield Record(against_matrix, case, rate / 1e12, bench.matmul_flop_s / 1e12, "TFLOP/s", timing.spread)
-    if not bench.wants("G2b"):
-        return
     peer = attention_peer(bench.peers)
     name, theirs = ("torch", _of_torch(bench, sequences)) if peer is None else (peer.name, peer.context(sequences))
     if peer is not None and (error := sequences.context_error(theirs)) > bench.allowed_error:

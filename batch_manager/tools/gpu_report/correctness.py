@@ -25,14 +25,23 @@ def run(bench: Bench) -> Iterator[Record]:
         bench.require(2)
         try:
             error = check(bench)
-        except RuntimeError as problem:
+        except Exception as problem:
             yield Record("correctness", name, status=FAILED, note=f"{type(problem).__name__}: {problem}"[:300])
+            _raise_if_lost(bench)
             continue
         if error > bench.allowed_error:
             yield Record("correctness", name, status=FAILED,
                          note=f"the result is wrong: error {error:.2g}, allowed {bench.allowed_error:.2g}")
         else:
             yield Record("correctness", name, error, bench.allowed_error)
+
+
+def _raise_if_lost(bench: Bench) -> None:
+    """Raise RuntimeError if the device is lost. Then each further kernel would seem to be wrong."""
+    try:
+        bench.clock.synchronize()
+    except RuntimeError as error:
+        raise RuntimeError(f"the device is lost; the kernels after this one were not compared: {error}") from error
 
 
 # ---------------------------------------------------------------------- comparing

@@ -14,17 +14,14 @@ ONE_SEQUENCE_LENGTHS = (1024, 4096, 16384)
 
 
 def run(bench: Bench) -> Iterator[Record]:
-    if bench.wants("G1"):
-        bench.require(8)
-        yield from _against_copying(bench, "G1", "64 sequences of 4,096", LARGE, np.full(64, 4096))
-        bench.require(5)
-        ragged = np.random.default_rng(1).integers(1, 8193, 64)
-        yield from _against_copying(bench, "G1-ragged", "64 sequences of 1 to 8,192", LARGE, ragged)
-    if bench.wants("G1b"):
-        bench.require(5)
-        yield from _against_copying(bench, "G1b", "256 sequences of 512", SMALL, np.full(256, 512))
-    if bench.wants("G1c"):
-        yield from _one_sequence(bench)
+    bench.require(8)
+    yield from _against_copying(bench, "G1", "64 sequences of 4,096", LARGE, np.full(64, 4096))
+    bench.require(5)
+    ragged = np.random.default_rng(1).integers(1, 8193, 64)
+    yield from _against_copying(bench, "G1-ragged", "64 sequences of 1 to 8,192", LARGE, ragged)
+    bench.require(5)
+    yield from _against_copying(bench, "G1b", "256 sequences of 512", SMALL, np.full(256, 512))
+    yield from _one_sequence(bench)
 
 
 def _sequences(bench: Bench, heads: Heads, lengths: np.ndarray) -> PagedSequences:

@@ -1,12 +1,12 @@
 """Measure the memory bandwidth and the matrix rate of this GPU. Several goals compare with these rates."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from .bench import Bench
-from .records import MEASURED, Record, read
+from .records import DRY, MEASURED, Record
 
 BUFFER_BYTES = 2 << 30
 MATRIX_SIZE = 8192
@@ -18,28 +18,25 @@ RATES = {
 }
 
 
-def rates_of(path: Path, device: str) -> dict[str, float]:
-    """Read the rates that an earlier report of the same device measured, from its gpu_report.jsonl.
+def rates_of(lines: Iterable[dict[str, Any]], device: str) -> dict[str, float]:
+    """Return the rates in the lines of a report of the same device. Those of a dry run are 1.
 
-    Raises OSError, or ValueError if the file is no report, or one of another device, or lacks a rate.
+    Raises ValueError if the report is one of another device, or lacks a rate.
     """
-    measured = {line["case"]: line for line in read(path) if line["goal"] == "denominator"
-                and line["status"] == MEASURED}
+    measured = {line["case"]: line for line in lines if line["goal"] == "denominator"
+                and line["status"] in (MEASURED, DRY)}
     for name, (case, _, _) in RATES.items():
         if case not in measured:
-            raise ValueError(f"{path} has no {name}; expected a report that measured it; leave --rates out")
+            raise ValueError(f"the report has no {name}; expected a report that measured it; leave --rates out")
         if measured[case]["device"] != device:
-            raise ValueError(f"{path} is a report of {measured[case]['device']}; expected {device}; leave --rates out")
-    return {name: measured[case]["numerator"] * unit for name, (case, _, unit) in RATES.items()}
+            raise ValueError(f"it is a report of {measured[case]['device']}; expected {device}; leave --rates out")
+    return {name: (measured[case]["numerator"] or 1.0) * unit for name, (case, _, unit) in RATES.items()}
 
 
 def run(bench: Bench) -> Iterator[Record]:
     """Time a copy, a sum and a matrix product of random numbers, with more data than fits into the cache.
 
-    Measures nothing if `bench.rates` has the rates of an earlier report.
     """
-    if bench.rates:
-        return
     bench.require(6)
     bench.clock.warm()
     count = bench.pick(BUFFER_BYTES, 1024) // 4

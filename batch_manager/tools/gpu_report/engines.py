@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,8 +16,9 @@ from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...errors import ConfigError
 from ...gpt_manager import GptManager
 from ...names import SchedulerPolicy, TrtGptModelType
-from ..bench.client import Client, Receipt
+from ..bench.client import DEFAULTS, Client, Receipt
 from ..bench.errors import BenchmarkError
+from ..bench.request_options import RequestOptions
 from ..bench.warm_up import warm_up_requests
 from .bench import Bench
 from .records import NOT_REACHED, Record
@@ -163,9 +165,10 @@ class Engine:
         self.label = GRAPHS if num_graphs else EAGER
         if graphs and not num_graphs:
             self.note = f"no graphs were captured: {reasons[-1] if reasons else 'the reason is unknown'}"[:300]
-            self.bench.without_graphs[self.shape.name] = self.note
+            graphless(self.bench, self.shape).write_text(self.note)
 
-    def serve(self, requests: list[dict[str, Any]], *, streaming: bool = False) -> Served:
+    def serve(self, requests: list[dict[str, Any]], *, streaming: bool = False,
+              options: RequestOptions = DEFAULTS) -> Served:
         """Serve the requests within the remaining time of the section.
 
         Raises BenchmarkError if the time is too short, a request fails, or an output has the wrong length.
@@ -173,7 +176,7 @@ class Engine:
         self.client.stamps = []
         limit = self.bench.pick(max(self.bench.seconds_left, 1.0), GATE_SECONDS)
         receipts = self.client.serve(self.manager, requests, streaming=streaming, started=time.perf_counter(),
-                                     limit_s=limit)
+                                     limit_s=limit, options=options)
         wrong = [request["id"] for request in requests
                  if len(receipts[request["id"]].tokens) != request["max_tokens"]]
         if wrong:
@@ -187,6 +190,11 @@ class Engine:
         """
         steps += 2 * -(-batch * context // STEP_TOKENS) + 2
         return self.serve(equal_requests(self.shape, batch, max(context - steps // 2, 1), steps))
+
+
+def graphless(bench: Bench, shape: Shape) -> Path:
+    """Return the path of a file that exists if graphs could not be captured for the model."""
+    return bench.folder / f"{shape.name} without graphs"
 
 
 def equal_requests(shape: Shape, count: int, prompt: int, output: int) -> list[dict[str, Any]]:

@@ -23,11 +23,8 @@ def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:
     with engine(bench, LLAMA_135M, max_batch=BATCH, kv_tokens=KV_TOKENS, graphs=graphs, run_ahead=True) as made:
         ahead = [made.generate(*sizes) for _ in range(bench.pick(2, 1))]
         case = f"{made.label}, {BATCH} of {CONTEXT} tokens"
-        if bench.wants("G4"):
-            bench.require(WATCH_SECONDS)
-            yield from _idle(bench, made, case, ahead)
-    if not bench.wants("G8"):
-        return
+        bench.require(WATCH_SECONDS)
+        yield from _idle(bench, made, case, ahead)
     rate, spread = _rate(ahead)
     lockstep, lockstep_spread, note = _other_mode(bench, made, graphs, run_ahead=False, max_batch=BATCH)
     yield Record("G8", case, rate, lockstep, "tokens/s", max(spread, lockstep_spread), note=note)

@@ -1,7 +1,7 @@
 """Compare launch settings of the attention kernels and of `fused_linear`, for the shapes in the goals of goals.py.
 
-The report has a Record for each tried setting. The fastest settings are written to a file, as code for the settings
-functions of `triton_kernels`; see settings_code.py. Settings whose results are wrong, or that do not compile, are not
+The report has a Record for each tried setting. It ends with the fastest settings, as code for the settings functions of
+`triton_kernels`; see settings_code.py. Settings whose results are wrong, or that do not compile, are not
 timed.
 """
 
@@ -29,7 +29,6 @@ from .settings_candidates import context_candidates, decode_candidates, fused_ca
 from .settings_code import Parts, Trial, best_of, text_of
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY
 
-FILE = "gpu_settings.md"
 TRIAL_SECONDS = 1.5             # estimate, including the compilation of the kernel
 PARTS_SECONDS = 0.4             # the same without compilation
 WIDE, NARROW, SMALL = Heads(8, 4, 128), Heads(3, 3, 64), Heads(2, 2, 16)
@@ -39,13 +38,10 @@ Launch = Callable[[int], torch.Tensor]
 
 def run(bench: Bench) -> Iterator[Record]:
     trials: list[Trial] = []
-    try:
-        for trial in _trials(bench):
-            trials.append(trial)
-            (bench.out / FILE).write_text(_text(bench, trials))
-            yield _record(trial, next(one for one in trials if one.is_like(trial) and one.is_present))
-    finally:
-        print(_text(bench, trials), flush=True)
+    for trial in _trials(bench):
+        trials.append(trial)
+        bench.add_text("settings", _text(bench, trials))
+        yield _record(trial, next(one for one in trials if one.is_like(trial) and one.is_present))
 
 
 def _text(bench: Bench, trials: list[Trial]) -> str:

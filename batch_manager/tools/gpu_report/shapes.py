@@ -59,12 +59,14 @@ class Shape:
     def least_step_seconds(self, bench: Bench, batch: int, context: int) -> float:
         """Return a lower bound for the seconds of a generation step in bfloat16, at the measured rates of this GPU.
 
-        The bound is the time to read the keys and values, plus the time to read the weight matrices or to multiply by
-        them, whichever is longer.
+        The bound is the time to read the keys and values, plus `least_matrix_seconds`.
         """
-        reading = 2 * self.matrix_entries / bench.copy_bytes_s
-        multiplying = 2 * self.matrix_entries * batch / bench.matmul_flop_s
-        return batch * context * self.kv_bytes_per_token / bench.copy_bytes_s + max(reading, multiplying)
+        return (batch * context * self.kv_bytes_per_token / bench.copy_bytes_s
+                + self.least_matrix_seconds(bench, batch))
+
+    def least_matrix_seconds(self, bench: Bench, batch: int) -> float:
+        """Return the time to read the weight matrices or to multiply `batch` rows by them, whichever is longer."""
+        return 2 * self.matrix_entries * max(1 / bench.copy_bytes_s, batch / bench.matmul_flop_s)
 
 
 LLAMA_135M = Shape("llama-135m", 576, 1536, 30, 9, 3, 64, 49152, tied=True)

@@ -1,12 +1,34 @@
-"""Serve with transformers' continuous batching in this process, on the same device, with random weights."""
+"""Goal G6b: the headline workload with transformers' continuous batching, on the same device, with random weights.
+
+With the attention "sdpa", transformers computes every query against the keys of all sequences. It is no serious peer:
+this section is the last one.
+"""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .bench import Bench
-from .shapes import Shape
+from .engines import not_reached
+from .headline import COUNT, dry_workload, headline_workload
+from .records import DRY, MEASURED, Record
+from .shapes import QWEN3_600M, TINY, Shape
 
+SECONDS, LOAD_SECONDS = 45, 15        # the measurement stops when this time is over
 WARM_UP_TOKENS = 4
+
+
+def run(bench: Bench) -> Iterator[Record]:
+    case = f"{COUNT} requests, greedily"
+    ours = [line["numerator"] or 1.0 for line in bench.lines
+            if line["goal"] == "G6" and line["status"] in (MEASURED, DRY)]
+    if not ours:
+        yield not_reached("G6b", case, "no rate of this package is known; run the section headline in the same report")
+        return
+    bench.require(SECONDS)
+    shape, workload = bench.pick((QWEN3_600M, headline_workload), (TINY, dry_workload))
+    rate, note = serve_with_transformers(bench, shape, workload()["requests"], SECONDS - LOAD_SECONDS)
+    yield Record("G6b", case, max(ours), rate, "tokens/s", note=note)
 
 
 def serve_with_transformers(bench: Bench, shape: Shape, requests: list[dict[str, Any]],
