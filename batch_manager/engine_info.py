@@ -26,6 +26,8 @@ class EngineInfo:
     dispatch          what computes a step: "triton", "compiled", "torch", or the name that a custom backend states
     not_compiled      why steps on a CPU do not run as compiled code, and the way out, for example "found no C compiler:
                       ...; apt-get install gcc"; "" if they do, and on other devices
+    not_captured      why steps are not captured as CUDA graphs and replayed, for example "the device is cpu" or
+                      "cuda_graphs is False"; "" if they are, and if a custom backend does not state it
     """
 
     architecture: str
@@ -42,6 +44,7 @@ class EngineInfo:
     dtype: str
     dispatch: str
     not_compiled: str = ""
+    not_captured: str = ""
 
     @classmethod
     def of(cls, limits: Limits, backend: BackendInfo) -> "EngineInfo":
@@ -51,4 +54,4 @@ class EngineInfo:
             max_seq_len=limits.max_seq_len, max_batch_size=limits.max_batch_size,
             max_num_tokens=limits.max_num_tokens, max_beam_width=limits.max_beam_width, num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block, device=backend.device, dtype=backend.dtype,
-            dispatch=backend.dispatch, not_compiled=backend.not_compiled)
+            dispatch=backend.dispatch, not_compiled=backend.not_compiled, not_captured=backend.not_captured)

@@ -133,7 +133,7 @@ class GptManager:
         self._control = control
         self._loop = loop
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
-        control.not_compiled = self._info.not_compiled
+        control.not_compiled, control.not_captured = self._info.not_compiled, self._info.not_captured
         self._worker = control.worker = threading.Thread(
             target=run_worker, args=(loop, control, params.idle_poll_interval_s),
             name="batch_manager worker", daemon=False)
@@ -201,6 +201,7 @@ class GptManager:
         callback_failures      callback, hook, or method of the backend -> number of calls that raised or returned an
                                unusable value
         not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
+        not_captured           as in `info`: why steps on a GPU are not replayed as graphs, which is faster
         """
         self._check_process()
         return health_of(self._loop, self._control)

@@ -31,6 +31,7 @@ class BackendInfo:
     end_ids               the checkpoint's end ids, for information. A request's end ids come from its tensor `end_id`
     model_implementation  origin of the model class: "native", "transformers", or "" if unknown
     not_compiled          why steps on a CPU do not run as compiled code; "" if they do, and on other devices
+    not_captured          why steps are not captured as CUDA graphs and replayed; "" if they are
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
@@ -53,6 +54,7 @@ class BackendInfo:
     end_ids: tuple[int, ...] = ()
     model_implementation: str = ""
     not_compiled: str = ""
+    not_captured: str = ""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):

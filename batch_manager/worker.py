@@ -54,7 +54,7 @@ class WorkerControl:
         self.finals_before = 0
         self.worker: threading.Thread | None = None
         self._claimed_by: dict[str, int] = {}
-        self.not_compiled = ""                     # as in EngineInfo
+        self.not_compiled = self.not_captured = ""         # as in EngineInfo
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
@@ -128,6 +128,7 @@ def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = 
         "unaddressable_items": loop.intake.unaddressable,
         "callback_failures": dict(loop.callbacks.failures),
         "not_compiled": control.not_compiled,
+        "not_captured": control.not_captured,
     }
 
 

@@ -25,23 +25,23 @@ from .device import CapturedGraph, first_line, used_memory
 from .graph_shapes import StepShape
 from .layouts import Layout
 
-WITHOUT_GRAPHS = "steps are launched without graphs: "          # begins the warning of dropped graphs
+WITHOUT_GRAPHS = "steps are launched without graphs: %s"        # the message of the log, with the reason
 
 
-def may_capture(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
-                ) -> bool:
-    """Whether to capture graphs of plain steps (see step_inputs.py): if they are possible, unless they are off.
+def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
+                       ) -> str:
+    """Return why no graphs of plain steps (see step_inputs.py) will be captured; "": nothing is known to prevent it.
 
     Raises ConfigError if cuda_graphs is True but graphs are impossible.
     """
     if params.cuda_graphs is False:
-        return False
+        return "cuda_graphs is False"
     obstacle = _obstacle(params, device, layout, has_own_attention)
     if obstacle and params.cuda_graphs:
         raise ConfigError(f"cuda_graphs is True, but {obstacle}", "graphs need a GPU with triton and the package's own "
                           "attention, without `deterministic` and without TrtGptModelType.V1",
                           "leave cuda_graphs unset to launch kernels one by one")
-    return not obstacle
+    return obstacle
 
 
 def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool) -> str:

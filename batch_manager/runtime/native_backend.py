@@ -65,7 +65,7 @@ from .device import (
 )
 from .graph_check import difference_of_graphs
 from .graph_shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
-from .graphs import WITHOUT_GRAPHS, may_capture
+from .graphs import WITHOUT_GRAPHS, obstacle_to_graphs
 from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
@@ -102,7 +102,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device = resolve_device(params.device)
-    captures = may_capture(params, device, layout, attention_factory is not None)
+    not_captured = obstacle_to_graphs(params, device, layout, attention_factory is not None)
     compiles_attention = device.type == "cuda" and use_triton(device) and attention_factory is None
     if compiles_attention:
         refuse_small_blocks(params.kv_cache_config.tokens_per_block, device_name(device))
@@ -146,7 +146,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     processors = num_multiprocessors(device) if on_triton else 0
     set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, processors)
     graph_sizes = NO_SIZES
-    if captures:                                # graphs keep the memory of their steps
+    if not not_captured:                        # graphs keep the memory of their steps
         most_rows = graph_rows(num_slots)[-1]
         if layout is layouts.fused:
             graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
@@ -178,13 +178,15 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                 num_threads=params.num_threads, is_engine_thread=is_engine_thread,
                                 own_stages=own_stages(num_slots, device) if own_stages else (),
                                 graph_sizes=graph_sizes)
-        if device.type == "cpu":
-            backend.info = dataclasses.replace(backend.info, not_compiled=obstacle)
+        backend.info = dataclasses.replace(backend.info, not_captured=not_captured,
+                                           not_compiled=obstacle if on_cpu else "")
         if compiles:
             hold_helpers(backend)                         # helper threads for products, from the warm-up on
         backend.warm_up(max_beam_width)
         backend.fuse_steps(loaded, _with_windows(spec, windows), min(num_slots, params.max_batch_size, step_tokens))
-        if captures:
+        if not_captured:
+            log.info(WITHOUT_GRAPHS, not_captured)
+        else:
             backend.capture_graphs(must=params.cuda_graphs is True)
         if compiles:
             backend.compile_step(loaded, _with_windows(spec, windows), must=params.cpu_compile is True)
@@ -443,7 +445,8 @@ class NativeBackend:
         if must:
             raise ConfigError(f"cuda_graphs is True, but {obstacle}", "a graph must compute what its kernels compute",
                               "leave cuda_graphs unset to launch kernels one by one")
-        log.warning("%s%s", WITHOUT_GRAPHS, obstacle)
+        self.info = dataclasses.replace(self.info, not_captured=obstacle)
+        log.warning(WITHOUT_GRAPHS, obstacle)
 
     def _difference_of_graphs(self) -> str:
         """Return `difference_of_graphs`, and zero the KV cache."""

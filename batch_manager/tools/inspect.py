@@ -25,7 +25,9 @@ from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
+from ..runtime import layouts
 from ..runtime.device import device_name, free_memory, named_device, num_multiprocessors, resolve_device
+from ..runtime.graphs import obstacle_to_graphs
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
 from ..runtime.native_backend import refuse_too_many_slots, step_bytes
@@ -121,6 +123,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "device": device if is_elsewhere else device_name(target),
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "not_compiled": obstacle,
+        "not_captured": "" if is_elsewhere else obstacle_to_graphs(params, target, layouts.fused, False),
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
@@ -152,6 +155,8 @@ def described(facts: dict[str, Any]) -> str:
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
         *([f"                 not compiled: {facts['not_compiled']}"] if facts["not_compiled"] else []),
+        *([f"                 not captured as graphs: {facts['not_captured']}"]
+          if facts["steps"] == "triton" and facts["not_captured"] else []),
         f"  dtype          {facts['dtype']}; tensors in the checkpoint: {stored_as}",
         f"  attention      {counted(facts['num_layers'], 'layer')}, {counted(facts['num_heads'], 'query head')}, "
         f"{counted(facts['num_kv_heads'], 'key/value head')}, head size {facts['head_size']}; {windows}",

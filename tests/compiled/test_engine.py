@@ -77,6 +77,7 @@ def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library
         assert manager.info.dispatch == "torch"
         assert manager.health()["not_compiled"] == manager.info.not_compiled == (
             "found no C compiler: ...; apt-get install gcc")
+        assert manager.health()["not_captured"] == manager.info.not_captured == "the device is cpu"
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and all(word in warnings[0] for word in (
         "found no C compiler", "2 to 27 times slower", "apt-get install gcc"))
@@ -89,6 +90,7 @@ def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library
 def test_what_is_compiled_or_chosen_says_so(caplog):
     assert backend().info.not_compiled == ""
     assert backend(False).info.not_compiled == "cpu_compile is False"
+    assert backend(cuda_graphs=False).info.not_captured == "cuda_graphs is False"
     assert "cannot be compiled: it computes in torch.float16" in backend(dtype="float16").info.not_compiled
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

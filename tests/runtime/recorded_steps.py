@@ -64,7 +64,7 @@ def make_steps(checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
     params = TrtGptModelOptionalParams(
         device="cpu", dtype=dtype, num_threads=1,
         kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
-    native_backend.may_capture = lambda *_: True                       # only `replays` captures graphs
+    native_backend.obstacle_to_graphs = lambda *_: ""                       # only `replays` captures graphs
     capture, native_backend.NativeBackend.capture_graphs = (
         native_backend.NativeBackend.capture_graphs, lambda _, must: None)
     backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=num_slots)
@@ -271,7 +271,8 @@ def wrong_replays(folder):
     SpoiltGraph.steps, steps._mixed_sizes = steps, frozenset(sorted(steps._mixed_sizes)[:1])
     SpoiltGraph.spoils = staticmethod(lambda *_: None)
     backend.capture_graphs()
-    yield {"finding": "wrong replay", "name": "none", "has_graphs": steps.graphs is not None, "warnings": warnings}
+    yield {"finding": "wrong replay", "name": "none", "has_graphs": steps.graphs is not None, "warnings": warnings,
+           "not_captured": backend.info.not_captured}
     for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
         SpoiltGraph.spoils = staticmethod(spoils)
         with torch.inference_mode():
@@ -283,7 +284,7 @@ def wrong_replays(folder):
         try:
             backend.capture_graphs(must=must)
             yield {"finding": "wrong replay", "name": "raises", "has_graphs": steps.graphs is not None,
-                   "warnings": warnings}
+                   "warnings": warnings, "not_captured": backend.info.not_captured}
         except ConfigError as error:
             yield {"finding": "wrong replay", "name": "must", "error": str(error)}
     ReplayedGraph.captured.clear()
@@ -292,7 +293,7 @@ def wrong_replays(folder):
 
 def replays(folder):
     """Yield the answers of an engine that replays graphs."""
-    native_backend.may_capture = lambda *_: True
+    native_backend.obstacle_to_graphs = lambda *_: ""
     graphs.CapturedGraph = ReplayedGraph
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
            "replayed": Counter("contexts" if shape.contexts else "generation" for shape in ReplayedGraph.replayed),

@@ -7,7 +7,7 @@ from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import graphs, layouts
 from batch_manager.runtime.graph_shapes import StepShape
-from batch_manager.runtime.graphs import Graphs, may_capture
+from batch_manager.runtime.graphs import Graphs, obstacle_to_graphs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPES = [StepShape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
@@ -102,11 +102,12 @@ def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
     monkeypatch.setattr(graphs, "use_triton", lambda _: has_triton)
 
     def asked(cuda_graphs):
-        return may_capture(TrtGptModelOptionalParams(cuda_graphs=cuda_graphs, **changes), device, layout, own_attention)
+        params = TrtGptModelOptionalParams(cuda_graphs=cuda_graphs, **changes)
+        return obstacle_to_graphs(params, device, layout, own_attention)
 
-    assert asked(None) is (obstacle is None) and asked(False) is False
+    assert asked(None).startswith(obstacle or "") and asked(False) == "cuda_graphs is False"
     if obstacle is None:
-        assert asked(True)
+        assert asked(None) == asked(True) == ""
     else:
         with pytest.raises(ConfigError, match=f"cuda_graphs is True, but {obstacle}"):
             asked(True)

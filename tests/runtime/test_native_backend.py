@@ -412,7 +412,8 @@ def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, l
     set_aside = step_bytes_of(monkeypatch)
     monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend, must: None)
     for captures in (False, True):
-        monkeypatch.setattr(native_backend, "may_capture", lambda *given, captures=captures: captures)
+        monkeypatch.setattr(native_backend, "obstacle_to_graphs",
+                            lambda *given, captures=captures: "" if captures else "no")
         build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
     spec = native_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
     expected = native_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)

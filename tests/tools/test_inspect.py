@@ -53,7 +53,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
         assert (facts["vocab_size"], tuple(facts["end_ids"])) == (info.vocab_size, info.end_ids)
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
-        assert facts["not_compiled"] == info.not_compiled
+        assert (facts["not_compiled"], facts["not_captured"]) == (info.not_compiled, info.not_captured)
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:

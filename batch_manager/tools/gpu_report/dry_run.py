@@ -40,11 +40,11 @@ def dry_graphs() -> Iterator[None]:
     """
     from ...runtime import graphs, native_backend
 
-    before = native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph
-    native_backend.may_capture = lambda params, *_: bool(params.cuda_graphs)
+    before = native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph
+    native_backend.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"
     native_backend.mixed_sizes = lambda *_: frozenset()
     graphs.CapturedGraph = DryGraph
     try:
         yield
     finally:
-        native_backend.may_capture, native_backend.mixed_sizes, graphs.CapturedGraph = before
+        native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph = before
