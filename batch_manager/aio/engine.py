@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any, Never, Self
@@ -109,7 +109,7 @@ class AsyncEngine:
         (stream,) = self._submit([self._prepare(tensors, True, options)])
         return stream
 
-    def streams(self, requests: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list["Stream"]:
+    def streams(self, requests: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list["Stream"]:
         """Submit several requests together, given as (tensors, options), and return their streams.
 
         The worker gets them at the same time, so those that a full queue refuses are refused before any has a token.

@@ -1,7 +1,8 @@
 """Sampling options with the names and defaults of OpenAI-style servers, converted to request tensors."""
 
+import os
+import random
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -16,6 +17,8 @@ from ..requests.tensor_values import MAX_FEW
 from .stop_strings import StopStrings, stop_strings
 
 LARGEST_BIAS = 100.0    # OpenAI's
+_seeds = random.Random()    # of this process alone; unlike `secrets`, makes no system call per seed
+os.register_at_fork(after_in_child=_seeds.seed)
 
 # Request tensor -> the option that sets it, for errors to users who pass prompts and options.
 OPTION_OF_TENSOR = {
@@ -119,7 +122,7 @@ class Sampling:
         tensors: dict[str, Any] = {"input_ids": prompt_ids, "request_output_len": self._output_length(prompt_ids, info),
                                    "temperature": self.temperature, "random_seed": self.seed}
         if self.seed is None:
-            tensors["random_seed"] = secrets.randbits(64)
+            tensors["random_seed"] = _seeds.getrandbits(64)
         if self.top_p == 0:    # the smallest non-empty set: the likeliest token
             tensors["runtime_top_k"] = 1
         else:

@@ -129,6 +129,7 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
         "prompt: the whole context": of(prompt=text(CONTEXT * 2), max_tokens=1),
         "prompt: texts": of(prompt=[text(largest // MOST_TEXTS - 10)] * MOST_TEXTS, max_tokens=1),
         "prompt: short texts, echo": of(prompt=["Emma"] * MOST_TEXTS, max_tokens=2, echo=True),
+        "prompt: shortest texts": of(prompt=["a"] * MOST_TEXTS, max_tokens=1),
         "prompt: too many ids": filled('{"prompt":[', lambda n: "7", "]}", largest),
         "prompt: ids": filled('{"prompt":[', lambda n: "1234", "]}", largest, few - 100),
         "prompt: lists of ids": filled('{"max_tokens":1,"prompt":[', lambda n: f"[{n % 4000}" + ",7" * 470 + "]", "]}",

@@ -750,7 +750,7 @@ def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):
 
     async def test(service):
         streams = service.engine.streams
-        service.engine.streams = lambda requests: seen.extend(tensors for tensors, _ in requests) or streams(requests)
+        service.engine.streams = lambda requests: streams([seen.append(request[0]) or request for request in requests])
         body = {"prompt": [[5], [6]], "n": 2, "max_tokens": 2, "logit_bias": {"7": -100, "8": 2.5}}
         assert len((await whole(service, **body))["choices"]) == 4
         assert made == [4096] and [tensors["embedding_bias"][7:9].tolist() for tensors in seen] == [[-100, 2.5]] * 4

@@ -30,6 +30,7 @@ from .responses import answer_to, error_response, json_response
 from .service import OpenAIService
 
 SECONDS_BETWEEN_TRIMS = 1.0
+SWITCH_INTERVAL_S = 0.001    # a thread that computes keeps the event loop waiting so long, several times per event
 M_ARENA_MAX = -8     # of glibc's malloc.h
 # Scheme, host (a name, an IPv4 or a bracketed IPv6 address) and port.
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?", re.I)
@@ -64,6 +65,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         try:
             service = app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
             service.prepare()
+            sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
             gc.collect()                         # a later run of the garbage collector stops all streams, and need not
             gc.freeze()                          # visit what the libraries have made: 0.1 s
             trimming = asyncio.ensure_future(trim_after_large_calls(service))

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic, time
-from typing import Any
+from time import monotonic, perf_counter, sleep, time
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import orjson
@@ -32,10 +32,13 @@ from .shapes import DONE, Shapes, WholeLogProbs, usage
 from .token_names import TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
+MANY_VALUES = 256   # of a body; a kilobyte has as many texts, and each has to be tokenized
 FEW_OUTPUTS = 8     # preparing more may delay them, too
 MANY_TOKENS = 1000  # of an answer, whose log-probabilities may have taken megabytes
+SECONDS_AT_ONCE, SECONDS_OF_A_PAUSE = 0.002, 0.0001     # of long work in a thread
 PROMPT_TOKENS_AT_ONCE = 256      # in an event with log-probabilities; more would take milliseconds to serialize
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
+_Item = TypeVar("_Item")
 
 
 class OpenAIService:
@@ -90,9 +93,9 @@ class OpenAIService:
         if self.is_draining:
             raise OpenAIError(503, "the server is shutting down; send the request to another one", code="shutdown")
         try:
-            is_long = len(body) > LONG_BODY
+            is_long = len(body) > LONG_BODY or body.count(b",") > MANY_VALUES
             if is_long:                      # keep the event loop free
-                parsed, prompts = await asyncio.to_thread(self._read, body, is_chat)
+                parsed, prompts = await asyncio.to_thread(self._read, body, is_chat, with_pauses)
             else:
                 parsed, prompts = self._read(body, is_chat)
             grammar = None
@@ -139,12 +142,16 @@ class OpenAIService:
             raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
                               "model", "model_not_found")
 
-    def _read(self, body: bytes, is_chat: bool) -> tuple[ParsedBody, list[list[int]]]:
-        """Parse a body and tokenize its prompts. Takes seconds for megabytes of text."""
+    def _read(self, body: bytes, is_chat: bool,
+              each: Callable[[list[Any]], Iterable[Any]] = iter) -> tuple[ParsedBody, list[list[int]]]:
+        """Parse a body and tokenize its prompts. Takes seconds for megabytes of text.
+
+        each   iterates over the prompts
+        """
         parsed = read_body(body, is_chat)
         if parsed.model is not None:
             self._check_name(parsed.model)
-        return parsed, [self._shared(self._prompt_ids(parsed, prompt)) for prompt in parsed.prompts]
+        return parsed, [self._shared(self._prompt_ids(parsed, prompt)) for prompt in each(parsed.prompts)]
 
     def _shared(self, ids: list[int]) -> list[int]:
         """Return the ids with the integer objects of `_ids`.
@@ -261,10 +268,19 @@ class Answer:
             self._sampling = replace(parsed.sampling, logit_bias=None)
         self._echoes = [self._text_of(prompt, tokens) if parsed.echo else ""
                         for prompt, tokens in zip(parsed.prompts, prompts, strict=True)]
-        requests = [self._request(prompt_ids, copy, grammar) for prompt_ids in prompts for copy in range(parsed.count)]
-        streams = service.engine.streams([(tensors, options) for tensors, options, _ in requests])
+        outputs = range(parsed.count * len(prompts))
+        texts: list[GeneratedText] = []
+
+        def requests() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+            for index in with_pauses(outputs) if is_large else outputs:
+                number, copy = divmod(index, parsed.count)
+                tensors, options, text = self._request(prompts[number], copy, grammar)
+                texts.append(text)
+                yield tensors, options
+
+        streams = service.engine.streams(requests())
         with_prompt = parsed.echo and parsed.sampling.log_probs
-        for index, (stream, (_, _, text)) in enumerate(zip(streams, requests)):
+        for index, (stream, text) in enumerate(zip(streams, texts, strict=True)):
             number = index // parsed.count
             positions = None
             if parsed.sampling.log_probs:
@@ -446,6 +462,20 @@ class Answer:
 
     def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def with_pauses(items: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items, and sleep briefly every few milliseconds, so that the event loop gets the interpreter lock.
+
+    A thread that releases the lock often and at once takes it again, as NumPy does for more than 500 numbers, would
+    keep it from waiting threads: each release starts their switch interval anew. Not for the event loop's own thread.
+    """
+    since = perf_counter()
+    for item in items:
+        yield item
+        if perf_counter() - since > SECONDS_AT_ONCE:
+            sleep(SECONDS_OF_A_PAUSE)
+            since = perf_counter()
 
 
 def _milliseconds(seconds: float | None) -> float | None:
