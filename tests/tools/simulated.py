@@ -61,11 +61,12 @@ def turns_of(turns):
         for number, (session, arrival_s, size, output, think_s) in enumerate(turns)])
 
 
-def random_run(seed, count, leaps, sessions=0):
+def random_run(seed, count, leaps, sessions=0, is_asynchronous=False):
     """Simulate random traffic with random settings, which depend on the seed."""
     random = np.random.default_rng(seed)
     traffic, settings = random_traffic(random, count, sessions), random_settings(random)
-    return simulate(traffic, settings, BOUNDED_COST, leaps=leaps, seed=seed, num_replicas=int(random.integers(1, 4)),
+    cost = replace(BOUNDED_COST, is_asynchronous=is_asynchronous)
+    return simulate(traffic, settings, cost, leaps=leaps, seed=seed, num_replicas=int(random.integers(1, 4)),
                     at_most=[None, 3][random.integers(2)] if sessions else None,
                     concurrency=[None, None, 5][random.integers(3)],
                     routing=["round-robin", "least-loaded", "longest-prefix"][random.integers(3)])

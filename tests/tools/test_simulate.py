@@ -46,19 +46,24 @@ def test_a_device_that_is_asynchronous_hides_the_host():
     assert simulate(lengths([0.0], [100], [100]), ENGINE, replace(cost, is_asynchronous=False)).wall_s > wall_s + 0.7
 
 
-@pytest.mark.parametrize("seed, count", [
-    *((seed, 40) for seed in (1, 4, 5, 8, 9, 10, 12, 13, 14, 15, 16, 21, 22, 30)),
-    (100, 80)])     # a request that is refused at once, in a closed loop, when another replica begins an iteration
-def test_leaps_change_no_record(seed, count):
-    with_leaps, one_by_one = (random_run(seed, count, leaps) for leaps in (True, False))
+@pytest.mark.parametrize("seed, count, is_asynchronous", [
+    *((seed, 40, False) for seed in (1, 4, 5, 8, 9, 10, 12, 13, 14, 15, 16, 21, 22, 30)),
+    (100, 80, False),   # a request that is refused at once, in a closed loop, when another replica begins an iteration
+    (190, 40, True),    # a leap right after the step that is the first one without a paused request
+    *((seed, 40, True) for seed in (202, 203, 204, 205, 206, 207, 210, 226))])
+def test_leaps_change_no_record(seed, count, is_asynchronous):
+    with_leaps, one_by_one = (random_run(seed, count, leaps, is_asynchronous=is_asynchronous)
+                              for leaps in (True, False))
     assert records(with_leaps) == records(one_by_one)
     assert figures(with_leaps) == figures(one_by_one)
 
 
-def test_leaps_are_taken():
-    run = simulate(lengths([0.0, 0.5], [100, 100], [200, 200]), ENGINE, PLAIN)
-    assert run.replicas[0].iterations > 200 and run.replicas[0].backend.steps == run.replicas[0].iterations
-    assert run.replicas[0].planned_iterations < 20
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_leaps_are_taken(is_asynchronous):
+    run = simulate(lengths([0.0, 0.5], [100, 100], [200, 200]), ENGINE, replace(PLAIN, is_asynchronous=is_asynchronous))
+    (replica,) = run.replicas       # on an asynchronous device, the last iteration only reads a step
+    assert replica.iterations > 200 and replica.backend.steps == replica.iterations - is_asynchronous
+    assert replica.planned_iterations < 20
 
 
 def test_every_request_is_answered_and_what_cannot_fit_is_refused():

@@ -51,7 +51,8 @@ def test_after_a_failed_turn_the_later_ones_are_not_sent():
 
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_leaps_change_no_record_of_sessions_and_limits(seed):
-    with_leaps, one_by_one = (random_run(seed, 40, leaps, sessions=8) for leaps in (True, False))
+    with_leaps, one_by_one = (random_run(seed, 40, leaps, sessions=8, is_asynchronous=bool(seed % 2))
+                              for leaps in (True, False))
     assert records(with_leaps) == records(one_by_one)
 
 

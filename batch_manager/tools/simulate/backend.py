@@ -109,6 +109,11 @@ class SimulatedBackend:
         if are_beyond is not None:
             self.steps_beyond += int(np.count_nonzero(are_beyond))
 
+    def run_until(self, done_at_s: float) -> float:
+        """Note that the last launched step ends at `done_at_s`, and return it."""
+        self._busy_until = done_at_s
+        return done_at_s
+
     def _grow(self, slot: int) -> None:
         count = max(2 * len(self._request_ids), slot + 1)
         self._request_ids = np.resize(self._request_ids, count)

@@ -18,12 +18,13 @@ from ...scheduling.chunking import chunk_after_reuse, first_come_first_served
 from ...scheduling.micro_batch import TokenBudgetScheduler
 from ...scheduling.simple import SimpleScheduler
 from .backend import TOKEN, SimulatedBackend
-from .leap import LONGEST, RAMP, Leap, chunk_sizes, context_amounts
+from .leap import LONGEST, RAMP, Flight, Leap, chunk_sizes, context_amounts, times_of
 from .log_book import LogBook
 from .step_shape import StepShape, pairs
+from .token_times import TokenTimes
 from .traffic import PromptMaker, Traffic
 
-CONTEXT = LlmRequestState.CONTEXT_INIT
+CONTEXT, LAST_TOKEN = LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_TO_COMPLETE
 SHORTEST = 2        # iterations of a leap
 NO_STEP_IN_FLIGHT: frozenset[int] = frozenset()
 NO_SIZES = np.empty(0, np.int64)
@@ -37,7 +38,8 @@ class LeanLoop:
     no effect in a simulation: statistics, responses, batches for a device, and checks of plans and outputs. Iterations
     that have the same plan are not planned one by one, but computed as a leap.
 
-    The class serves engines that read each step before they launch the next one (see `fits`).
+    A step is launched before the last one is read if the loop has a window of two steps; see steps/window.py for the
+    requests that both may have. Without end ids, failures and sliding windows, these rules need only lengths.
 
     waiting      (index in the traffic, arrival in seconds) of requests that were not fetched yet; fetching removes them
     answer       called with (index, error or "") at the end of each request
@@ -58,17 +60,16 @@ class LeanLoop:
         self._fetched: deque[tuple[int, float]] = deque()
         self._has_tokens = self._kv.enable_block_reuse or not isinstance(traffic.prompt, PromptMaker)
         self._warnings = RateLimitedLog(backend.clock.monotonic)
-        self._last_end_s = 0.0                          # of the last step
-        # Time of the last token of each request that was left out of a later step.
-        self._last_token_s: dict[LlmRequest, float] = {}
+        self._token_times = TokenTimes(log_book)
+        self._flights: deque[Flight] = deque()          # steps that were launched and not read, oldest first
         self.iterations = self.planned = self.recomputed_tokens = 0
 
     @staticmethod
     def fits(loop: GenerationLoop, traffic: Traffic) -> bool:
-        """Whether the loop reads each step before it launches the next one, and never lacks bytes for requests."""
+        """Whether the loop has the production schedulers, and never lacks bytes for requests."""
         most = int(traffic.input_tokens.max(initial=0)) * 4 + OTHER_BYTES
         most_alive = min(loop.limits.max_num_sequences, len(traffic))
-        return (loop.limits.window_depth == 1 and type(loop.scheduler) is SimpleScheduler
+        return (type(loop.scheduler) is SimpleScheduler
                 and type(loop.scheduler.capacity_scheduler) in (GuaranteedNoEvictScheduler, MaxUtilizationScheduler)
                 and type(loop.scheduler.micro_batch_scheduler) is TokenBudgetScheduler
                 and most * most_alive <= TrtGptModelOptionalParams().max_bytes_in_flight)
@@ -119,18 +120,38 @@ class LeanLoop:
         return admitted.request
 
     def _run_step(self) -> list[LlmRequest]:
-        """Plan and run one step. Returns the requests that it ends."""
-        active, kv = self._active.in_order, self._kv
-        plan = self._scheduler.schedule_request(list(active), NO_STEP_IN_FLIGHT)
+        """Plan and launch a step, and read the oldest one if it is its turn. Returns the requests that ended."""
+        flights, limits = self._flights, self._limits
+        is_launched = self._launch()
+        if len(flights) < limits.window_depth and (not flights or is_launched and not (
+                limits.runs_ahead and len(self._blocked_ids()) >= len(self._active.in_order))):
+            return []
+        return self._read(flights.popleft())
+
+    def _blocked_ids(self) -> frozenset[int]:
+        """Return the ids of the requests that cannot run before a step in flight is read."""
+        if not self._flights:
+            return NO_STEP_IN_FLIGHT
+        in_flight = [request for flight in self._flights for request in flight.requests]
+        return frozenset([request.request_id for request in in_flight
+                          if not self._limits.runs_ahead or request.state is LAST_TOKEN])
+
+    def _launch(self) -> bool:
+        """Plan and launch a step. Returns whether one was launched."""
+        active, kv, flights = self._active.in_order, self._kv, self._flights
+        kv.inflight_request_ids = blocked = self._blocked_ids()
+        plan = self._scheduler.schedule_request(list(active), blocked)
         contexts, generating = plan.context_requests, plan.generation_requests
-        if not (contexts or generating):
+        if not (contexts or generating or flights):
             raise RuntimeError(f"none of {counted(len(active), 'active request')} is scheduled")
-        if len(contexts) + len(generating) < len(active):
-            self._note_left_out(generating)
+        if flights and any(request in flight.requests for request in plan.paused_requests for flight in flights):
+            return False        # the step is read first
         for request in plan.paused_requests:
             num_computed = kv.kv_length(request) if request.is_generating else request.context_position
             kv.release(request)
             request.pause(self._limits.max_seq_len, num_computed)
+        if not (contexts or generating):
+            return False
         first_chunks = [request for request in contexts if request.is_first_context_chunk]
         cached_tokens = shared_tokens = 0
         if first_chunks or generating:
@@ -142,20 +163,25 @@ class LeanLoop:
             start, size = self._launch_chunk(request, size)
             context_tokens += size
             context_attention += pairs(start, size)
-        now = self._backend.launch(StepShape(len(contexts), context_tokens, context_attention, len(generating),
-                                             cached_tokens, shared_tokens))
-        self._clock.now = now
+        done_at_s = self._backend.launch(StepShape(len(contexts), context_tokens, context_attention, len(generating),
+                                                   cached_tokens, shared_tokens))
+        flights.append(Flight(contexts, [request.context_position for request in contexts], generating, done_at_s))
+        return True
 
-        for request in contexts:
-            request.read_context(request.context_position)
-        if kv.enable_block_reuse:
+    def _read(self, flight: Flight) -> list[LlmRequest]:
+        """Read a step. Returns the requests that it ends."""
+        contexts, generating = flight.contexts, flight.generating
+        self._clock.now = now = max(self._clock.now, flight.done_at_s)
+        for request, end in zip(contexts, flight.ends, strict=True):
+            request.read_context(end)
+        if self._kv.enable_block_reuse:
             for request in contexts:
-                kv.publish_context(request, request.context_read)
-        done = [request for request in contexts if not request.remaining_context]
-        self._note_tokens(done, generating, now)
-        ended = add_a_token_to_each(done + generating, [TOKEN] * (len(done) + len(generating)))
-        self._last_end_s = now
-        return ended
+                self._kv.publish_context(request, request.context_read)
+        if len(contexts) + len(generating) < len(self._active.in_order):
+            self._token_times.leave_out(self._active.in_order, generating)
+        done = [request for request in contexts if request.context_read == request.prompt_len]
+        self._token_times.note(done, generating, now)
+        return add_a_token_to_each(done + generating, [TOKEN] * (len(done) + len(generating)))
 
     def _launch_chunk(self, request: LlmRequest, size: int) -> tuple[int, int]:
         """Launch a chunk that was planned with `size` tokens. Returns (position of its first token, its tokens)."""
@@ -177,32 +203,6 @@ class LeanLoop:
         self._log_book.end(request.request_id, request.total_generated_tokens, self._clock.now)
         self._answer(request.request_id, "")
 
-    # Token times.
-
-    def _note_left_out(self, generating: list[LlmRequest]) -> None:
-        """Note which requests with tokens do not generate in the step that is about to run."""
-        planned = set(generating)
-        for request in self._active.in_order:
-            if request not in planned and request.total_generated_tokens:
-                self._last_token_s.setdefault(request, self._last_end_s)
-
-    def _note_tokens(self, done: list[LlmRequest], generating: list[LlmRequest], now: float) -> None:
-        """Record a token at `now` for each request, before it is added.
-
-        done   requests whose context is done
-        """
-        book, last_token_s = self._log_book, self._last_token_s
-        late = [request for request in generating if request in last_token_s] if last_token_s else []
-        if in_time := len(generating) - len(late):
-            book.add_gap(now - self._last_end_s, in_time)
-        for request in done:
-            if request.total_generated_tokens:      # it was paused
-                late.append(request)
-            else:
-                book.first_s[request.request_id] = now
-        for request in late:
-            book.add_gap(now - last_token_s.pop(request), 1)
-
     # Leaps.
 
     def possible_leap(self) -> Leap | None:
@@ -217,9 +217,15 @@ class LeanLoop:
           reserved, so the difference does not change.
         - MAX_UTILIZATION compares free blocks minus those of the next step. The difference does not grow. All blocks
           that the leap takes are free, so no request is paused.
+
+        With a step in flight, only generation is leapt over, and the leap ends before a request has its last token in
+        flight. Then each iteration launches a step and reads the one before, which has the same requests.
         """
         limits, requests = self._limits, self._active.in_order
         if not requests or self._fetched or self._waiting and self.has_room:
+            return None
+        flight = self._flights[0] if self._flights else None
+        if limits.window_depth > 1 and (not limits.runs_ahead or flight is None or flight.contexts):
             return None
         generating: list[LlmRequest] = []
         started: list[LlmRequest] = []      # contexts with blocks
@@ -242,7 +248,12 @@ class LeanLoop:
         if (running > limits.max_batch_size or len(generating) > limits.max_num_tokens
                 or self._kv.enable_block_reuse and len(generating) < len(requests)):
             return None
-        left = count
+        if flight is not None:
+            if started or set(generating) != set(flight.generating):
+                return None
+            self._kv.inflight_request_ids = NO_STEP_IN_FLIGHT
+            count -= 1
+        left = count if flight is None else 0
         are_left_out = not unstarted or running == limits.max_batch_size or self._lacks_blocks(unstarted[0], generating)
         context, sizes = None, NO_SIZES
         if started:
@@ -284,7 +295,7 @@ class LeanLoop:
               left: int) -> Leap | None:
         """Return a leap of at most `count` iterations, or None if the free blocks suffice for too few of them.
 
-        left   number of iterations until the first of the generating requests ends
+        left   number of iterations until the first of the generating requests ends; 0: none ends
         """
         sequences, number = self._kv.sequences, len(generating)
         cached_tokens: int | np.ndarray = 0
@@ -308,9 +319,8 @@ class LeanLoop:
         shape = StepShape(int(context is not None), context_tokens, context_attention, number, cached_tokens,
                           shared_tokens)
         step_s, host_s = self._backend.seconds(shape, count)
-        parts = np.empty(2 * count + 1)     # added one after the other, as the clock does
-        parts[0], parts[1::2], parts[2::2] = self._clock.now, host_s, step_s
-        return Leap(generating, context, sizes, finishes, shape, np.cumsum(parts)[::2], step_s)
+        times_s = times_of(step_s, host_s, self._clock.now, self._flights[0].done_at_s if self._flights else None)
+        return Leap(generating, context, sizes, finishes, shape, times_s, step_s)
 
     def carry_out(self, leap: Leap, count: int) -> None:
         """Advance the engine by the first `count` iterations of `leap`, which must begin now."""
@@ -326,15 +336,19 @@ class LeanLoop:
                 done.append(context)
         if generating:
             self._kv.claim_tokens(generating, count)
-            self._note_tokens([], generating, float(times_s[1]))
-            if count > 1:
-                self._log_book.add_gaps(np.diff(times_s[1:count + 1]), len(generating))
+            if self._flights and len(generating) < len(self._active.in_order):
+                # The step in flight may be the first one without the others.
+                self._token_times.leave_out(self._active.in_order, generating)
+            self._token_times.note([], generating, float(times_s[1]))
+            self._token_times.note_steps(times_s[1:count + 1], len(generating))
         if done:
-            self._note_tokens(done, [], now)
+            self._token_times.note(done, [], now)
             ended = add_a_token_to_each(done, [TOKEN])
         ended += [request for request in generating if request.add_tokens(tokens)]
         self._backend.note_leap(leap.shape, leap.step_s[:count])
-        self._clock.now = self._last_end_s = now
+        if self._flights:
+            self._flights[0] = Flight([], [], generating, self._backend.run_until(now + float(leap.step_s[count - 1])))
+        self._clock.now = now
         self.iterations += count
         for request in ended:
             self._end(request)
