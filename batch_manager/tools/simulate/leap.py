@@ -16,7 +16,7 @@ class Flight:
     """A step that was launched and not read yet.
 
     contexts     requests whose contexts it computes
-    ends         for each of them, the position behind the tokens that the step computes
+    ends         for each of them, the position after the tokens that the step computes
     generating   requests that generate
     done_at_s    when the step ends
     """
