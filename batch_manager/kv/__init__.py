@@ -22,9 +22,5 @@ is never exceeded. The row `reusable_tokens` is a number of tokens, and a claim 
     KvLedger.blocks_to_completion_of_started   ledger                bound     GUARANTEED_NO_EVICT, STATIC_BATCH
     Reservations.most_blocks                   reservations          bound     admission, to refuse too large requests
     Reservations.of_owners, of_all_owners      reservations          bound     the ledger
-    Estimates.*                                estimates             estimate  TensorRT-LLM's, for conformance tests
-                                                                               and custom schedulers, never the loop
-
-Only conformance tests and custom schedulers use Estimates and its option temporary_attention_window, the number of
-tokens by which a prompt may exceed the window.
+    get_remaining_blocks_to_completion         kv_cache_manager      estimate  schedulers written for TensorRT-LLM
 """

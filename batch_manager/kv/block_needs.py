@@ -1,4 +1,4 @@
-"""Computes exactly, from lengths alone, how many blocks a sequence needs.
+"""Computes from lengths alone how many blocks a sequence needs: exactly, and once as TensorRT-LLM estimates it.
 
     beam_width   beams of the sequence; blocks that the beams do not share count once per beam
 """
@@ -48,3 +48,36 @@ def blocks_with_last_one(prompt_len: int, max_new_tokens: int, window: Attention
     held = min(in_all, window.most_held) if window.slides else in_all
     shared -= max(min(shared, window.sink_blocks + in_all - held) - window.sink_blocks, 0)
     return shared + (held - shared) * beam_width
+
+
+def blocks_to_last_token(prompt_len: int, max_new_tokens: int, generated: int, held: int, window: AttentionWindow,
+                         beam_width: int = 1, shared: int = 0, longest_stored: int | None = None) -> int:
+    """Number of blocks that a request, with all its beams, may still take until its last token.
+
+    Counts prompt_len + max_new_tokens tokens, as TensorRT-LLM does, although the last token is never stored. Counts one
+    more block for a sliding window, because a sequence takes its new block before it releases the oldest one.
+
+    generated   number of output tokens so far
+    held        number of blocks that each beam holds; 0 before the first chunk
+    shared      number of full blocks of the prompt that running sequences hold. If `held` is 0, these blocks are not
+                counted; otherwise the number has no effect
+    longest_stored   largest number of tokens of a sequence that count as stored, not rounded to blocks; None: those of
+                the window
+
+    Source: TensorRT-LLM's getRemainingBlocksToCompletion.
+    """
+    unit, tokens = window.tokens_per_block, prompt_len + max_new_tokens
+    stored = window.size if longest_stored is None else longest_stored
+    context = (min(prompt_len, stored) + window.bubble) // unit
+    total = ceil_div(min(tokens, stored) + window.bubble, unit)     # of each beam, at the end
+    if tokens > stored:
+        total += window.sink_blocks
+    shared = min(shared, context) if not held else 0
+
+    extra = 0
+    if tokens > window.size:
+        last = ceil_div(tokens, unit)
+        extra = int(last > ceil_div(prompt_len + generated, unit) and last > total)
+    if held < context - shared:
+        return context - shared - held + (total - context + extra) * beam_width
+    return max(total - shared - held + extra, 0) * beam_width

@@ -12,7 +12,6 @@ from ..requests.llm_request import LlmRequest
 from . import block_needs, claims
 from .block_pool import BlockPool
 from .claims import Claim
-from .estimates import Estimates
 from .eviction import DEFAULT_PRIORITY
 from .ledger import KvLedger
 from .prefix_cache import PrefixCache
@@ -54,7 +53,6 @@ class KvCacheManager:
     slot * max_beam_width + beam.
 
     window                       tokens that a query attends to; None: all
-    temporary_attention_window   tokens by which a prompt may exceed the window; only `estimates` uses it
     sink_token_length            first tokens that stay visible; if not 0, nothing is reused
     enable_block_reuse           share the cached blocks of earlier sequences
     enable_partial_reuse         also reuse the first tokens of a block
@@ -67,21 +65,20 @@ class KvCacheManager:
                                  `unread_steps` tokens
     now                          clock in seconds, for priorities with a duration
 
-    estimates                    TensorRT-LLM's estimates of block numbers, for conformance tests and custom schedulers
     inflight_request_ids         ids of the requests whose blocks a step in flight may be reading, set by the loop.
                                  Plans must not count on these blocks
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, max_seq_len: int, *, max_beam_width: int = 1,
-                 window: int | None = None, temporary_attention_window: int = 0, sink_token_length: int = 0,
-                 enable_block_reuse: bool = False, enable_partial_reuse: bool = True, host_blocks: int = 0,
+                 window: int | None = None, sink_token_length: int = 0, enable_block_reuse: bool = False,
+                 enable_partial_reuse: bool = True, host_blocks: int = 0,
                  max_draft_len: int = 0, unread_steps: int = 0, now: Callable[[], float] = lambda: 0.0,
                  digest_bits: int = DIGEST_BITS) -> None:
         assert tokens_per_block >= 1 and max_seq_len >= 1 and max_draft_len >= 0 and unread_steps >= 0
         self.tokens_per_block = tokens_per_block
         self.max_seq_len = max_seq_len
         self.window = AttentionWindow(window or max_seq_len, max_seq_len, tokens_per_block, sink_token_length,
-                                      temporary_attention_window, unread_steps, max_draft_len)
+                                      unread_steps, max_draft_len)
         self._slides = self.window.slides
         self.inflight_request_ids: Collection[int] = frozenset()
         self.pool = BlockPool(num_blocks, now)
@@ -90,7 +87,6 @@ class KvCacheManager:
         if enable_block_reuse and not sink_token_length:
             self.cache = PrefixCache(self.pool, tokens_per_block, enable_partial_reuse=enable_partial_reuse,
                                      host_blocks=host_blocks, digest_bits=digest_bits)
-        self.estimates = Estimates(self.sequences, self.window, self.cache)
         self.reservations = Reservations(self.sequences, self.window, self.pool, self.enable_block_reuse)
         self._reordered: list[Entries] = []
 
@@ -196,7 +192,14 @@ class KvCacheManager:
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Number of blocks that the request may still take until its last token, as TensorRT-LLM estimates it."""
-        return self.estimates.get_remaining_blocks_to_completion(request)
+        held = self.sequences.held(request) if self.sequences.has(request) else 0
+        return block_needs.blocks_to_last_token(
+            request.prompt_len, request.max_new_tokens, request.num_generated_tokens, held, self.window,
+            request.beam_width, self.blocks_held_by_others(request) if request.is_first_context_chunk else 0)
+
+    def blocks_held_by_others(self, request: LlmRequest) -> int:
+        """Number of cached leading full blocks of the prompt that running sequences hold."""
+        return 0 if self.cache is None else sum(map(self.cache.is_owned, self.cache.matched(request)))
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
                         paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:

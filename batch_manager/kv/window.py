@@ -3,8 +3,6 @@
     size            number of tokens that a query attends to, itself included; without a window, the length of the
                     longest sequence
     sinks           number of first tokens that stay visible outside the window
-    temporary       number of tokens by which a context may exceed the window during its computation; only for the
-                    estimates of how many blocks a request needs
     unread_steps    number of tokens by which a sequence may be rewound; blocks that the shorter sequence needs are kept
     max_draft_len   largest number of draft tokens that a claim adds to a sequence
 """
@@ -30,7 +28,6 @@ class AttentionWindow:
     max_seq_len: int
     tokens_per_block: int
     sinks: int = 0
-    temporary: int = 0
     unread_steps: int = 0
     max_draft_len: int = 0
 
@@ -42,21 +39,13 @@ class AttentionWindow:
     @property
     def without_sliding(self) -> "AttentionWindow":
         """An AttentionWindow of the same cache in which no block ever leaves the window."""
-        return replace(self, size=self.max_seq_len, sinks=0, temporary=0)
-
-    @property
-    def longest_stored(self) -> int:
-        """The largest number of tokens of a sequence that count as stored, not rounded to blocks.
-
-        The number is for estimates of the blocks that a request needs, and for nothing else.
-        """
-        return self.size + self.temporary
+        return replace(self, size=self.max_seq_len, sinks=0)
 
     @property
     def bubble(self) -> int:
         """Number of tokens that the last block of sink tokens lacks to be full.
 
-        The estimates of a request's blocks include these tokens.
+        TensorRT-LLM's estimates of a request's blocks include these tokens.
         """
         return -self.sinks % self.tokens_per_block
 

@@ -5,5 +5,5 @@ Not      blocks and requests: a scheduler reads them, spends from a ledger, retu
 Yours    a policy is a CapacityScheduler as in capacity.py; a RequestScheduler makes the complete plan; policies.py maps
          names to objects
 
-MaxRequestsScheduler and force_chunk serve conformance tests and custom schedulers; no option selects them.
+force_chunk serves conformance tests and custom schedulers; no option selects it.
 """

@@ -1,4 +1,4 @@
-"""Capacity schedulers, which decide which requests get blocks: the four policies of TensorRT-LLM.
+"""Capacity schedulers, which decide which requests get blocks: policies of TensorRT-LLM.
 
 Each scheduler takes the active requests in service order and returns (fitting, paused). It spends from a ledger and
 changes neither requests nor blocks.
@@ -12,16 +12,6 @@ from ..kv.peft_cache_manager import PageLedger, PeftCacheManager
 from ..requests.llm_request import LlmRequest
 from .duplicates import DuplicateDelay
 from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
-
-
-class MaxRequestsScheduler(CapacityScheduler):
-    """Takes the first requests up to a limit, for models without a KV cache. Never pauses."""
-
-    def __init__(self, max_num_requests: int) -> None:
-        self.max_num_requests = max_num_requests
-
-    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        return schedulable(active_requests)[:self.max_num_requests], []
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):

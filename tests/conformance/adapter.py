@@ -23,12 +23,7 @@ from batch_manager.requests.retention import (
     KvCacheRetentionConfig,
     TokenRangeRetentionConfig,
 )
-from batch_manager.scheduling.capacity import (
-    GuaranteedNoEvictScheduler,
-    MaxRequestsScheduler,
-    MaxUtilizationScheduler,
-    StaticBatchScheduler,
-)
+from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler, StaticBatchScheduler
 from batch_manager.scheduling.chunking import (
     ContextChunking,
     chunk_after_reuse,
@@ -37,9 +32,10 @@ from batch_manager.scheduling.chunking import (
     first_come_first_served,
     force_chunk,
 )
-from batch_manager.scheduling.interfaces import MicroBatchScheduler
+from batch_manager.scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, schedulable
 from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
 from batch_manager.scheduling.simple import SimpleScheduler
+from tests.conformance.estimates import Estimates
 from tests.harness.clock import VirtualClock
 
 DIVISIONS = {
@@ -145,6 +141,16 @@ class EverybodyRuns(MicroBatchScheduler):
         return contexts, generation, chunks
 
 
+class MaxRequestsScheduler(CapacityScheduler):
+    """Takes the first requests up to a limit, for models without a KV cache. Never pauses."""
+
+    def __init__(self, max_num_requests: int) -> None:
+        self.max_num_requests = max_num_requests
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return schedulable(active_requests)[:self.max_num_requests], []
+
+
 def make_capacity_scheduler(config: dict, kv):
     policy, most = config["capacity_policy"], config.get("max_num_requests", UNBOUNDED)
     peft = config.get("peft")
@@ -166,7 +172,7 @@ def make_chunking(config: dict) -> ContextChunking | None:
     return ContextChunking(DIVISIONS[chunking["policy"]], chunking["unit"], config.get("max_context_length"))
 
 
-def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
+def credit_of(policy: SchedulerPolicy, kv: KvCacheManager, estimates: Estimates):
     """Return a function that estimates, as TensorRT-LLM does, how many tokens of a request's first chunk are reused.
 
     The function returns the smaller of this estimate and the number of tokens that a claim will reuse. If block reuse
@@ -175,7 +181,11 @@ def credit_of(policy: SchedulerPolicy, kv: KvCacheManager):
     if not kv.enable_block_reuse:
         return None
     to_completion = policy is SchedulerPolicy.GUARANTEED_NO_EVICT
-    return lambda request: min(kv.reusable_tokens(request), kv.estimates.reusable_tokens(request, to_completion))
+    return lambda request: min(kv.reusable_tokens(request), estimates.reusable_tokens(request, to_completion))
+
+
+def make_estimates(config: dict, kv: KvCacheManager) -> Estimates:
+    return Estimates(kv, config.get("temporary_attention_window", 0))
 
 
 def make_micro_batch_scheduler(config: dict, credit_of) -> TokenBudgetScheduler:
@@ -186,8 +196,7 @@ def make_micro_batch_scheduler(config: dict, credit_of) -> TokenBudgetScheduler:
 def make_kv(config: dict, clock: VirtualClock | None = None) -> KvCacheManager:
     return KvCacheManager(
         config["num_blocks"], config["tokens_per_block"], config["max_seq_len"], max_beam_width=MOST_BEAMS,
-        window=config.get("window"), temporary_attention_window=config.get("temporary_attention_window", 0),
-        sink_token_length=config.get("sink_token_length", 0),
+        window=config.get("window"), sink_token_length=config.get("sink_token_length", 0),
         enable_block_reuse=config.get("enable_block_reuse", False),
         enable_partial_reuse=config.get("enable_partial_reuse", True), max_draft_len=MOST_DRAFTS,
         now=(clock or VirtualClock(0.0)).monotonic)
@@ -304,7 +313,7 @@ class Engine:
         micro_batch, policy = self.config.get("micro_batch"), SchedulerPolicy.MAX_UTILIZATION
         if self.config["capacity_policy"] in ("GUARANTEED_NO_EVICT", "STATIC_BATCH"):
             policy = SchedulerPolicy.GUARANTEED_NO_EVICT
-        credit = None if self.kv is None else credit_of(policy, self.kv)
+        credit = None if self.kv is None else credit_of(policy, self.kv, make_estimates(self.config, self.kv))
         self.scheduler = SimpleScheduler(
             make_capacity_scheduler(self.config, self.kv),
             make_micro_batch_scheduler(micro_batch, credit) if micro_batch else EverybodyRuns(self.chunk_of))
@@ -397,6 +406,7 @@ class Tables:
     def __init__(self, config: dict) -> None:
         self.clock = VirtualClock(0.0)
         self.kv = make_kv(config, self.clock)
+        self.estimates = make_estimates(config, self.kv)
         self.requests: dict[int, LlmRequest] = {}
 
     def run(self, op: dict) -> dict:
@@ -467,20 +477,20 @@ class Tables:
 
     def needed_one_step(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
-            blocks = self.kv.estimates.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))
+            blocks = self.estimates.get_needed_blocks_one_step(request, op.get("two_step_lookahead", False))
             return {"blocks": blocks,
                     "estimated_reusable_tokens": self.credit(request, to_completion=False)}
 
     def remaining_to_completion(self, op: dict) -> dict:
         with self.as_asked(op["request"]) as request:
-            return {"blocks": self.kv.estimates.get_remaining_blocks_to_completion(request),
+            return {"blocks": self.estimates.get_remaining_blocks_to_completion(request),
                     "estimated_reusable_tokens": self.credit(request, to_completion=True)}
 
     def credit(self, request: LlmRequest, to_completion: bool) -> int:
-        return self.kv.estimates.reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
+        return self.estimates.reusable_tokens(request, to_completion) if request.is_first_context_chunk else 0
 
     def probe_prefix(self, op: dict) -> dict:
-        held, cached = self.kv.estimates.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
+        held, cached = self.estimates.reusable_blocks(make_request(op.get("request", op) | {"id": NOBODY}))
         return {"reusable_blocks_allocated": held, "reusable_blocks_all": cached}
 
     @contextmanager
@@ -493,7 +503,7 @@ class Tables:
         if owner is None or not self.kv.owns(owner):
             yield asked
             return
-        names = ("tokens", "max_new_tokens", "draft_len", "state", "context_position", "context_read")
+        names = ("tokens", "max_new_tokens", "draft_tokens", "state", "context_position", "context_read")
         before = {name: getattr(owner, name) for name in names}
         for name in names:
             setattr(owner, name, getattr(asked, name))
@@ -521,7 +531,7 @@ def kv_fill(config: dict, prompt_len: int, tokens_to_add: int, mode: str) -> dic
 
     while True:
         request = make_request({"id": len(requests), "prompt_len": prompt_len, "max_new_tokens": tokens_to_add})
-        need = kv.estimates.get_remaining_blocks_to_completion(request)
+        need = make_estimates(config, kv).get_remaining_blocks_to_completion(request)
         if not ledger.fits(need):
             break
         ledger.spend(need)

@@ -9,6 +9,7 @@ from batch_manager.kv.audit import audit
 from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.requests.llm_request import LlmRequest
+from tests.conformance.estimates import Estimates
 
 from .block_model import BlockModel, Text, domain_of
 
@@ -239,7 +240,7 @@ class BlockLaboratory:
         usable = min(len(nodes), (len(tokens) - 1) // unit)
         assert self.kv.reusable_tokens(request) == usable * unit
         used = self.model.used()
-        assert self.kv.estimates.reusable_blocks(request) == (sum(node.block_id in used for node in nodes), len(nodes))
+        assert Estimates(self.kv).reusable_blocks(request) == (sum(node.block_id in used for node in nodes), len(nodes))
 
     def release(self, request: LlmRequest, computed: int) -> None:
         if self.exact and computed > 1 and request.beam_width == 1:

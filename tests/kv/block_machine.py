@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batch_manager.errors import InternalError
 from batch_manager.requests.llm_request import LlmRequest
+from tests.conformance.estimates import Estimates
 
 from .block_laboratory import MOST_DRAFTS, PROMPT_KINDS, SLOTS, BlockLaboratory
 
@@ -116,7 +117,7 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         self.ids += 1
         for salt, adapter in ((self.ids, known.lora_task_id), (known.cache_salt, self.ids)):
             other = LlmRequest(self.ids, known.tokens[0], 1, cache_salt=salt, lora_task_id=adapter)
-            assert self.kv.reusable_tokens(other) == 0 and self.kv.estimates.reusable_blocks(other) == (0, 0)
+            assert self.kv.reusable_tokens(other) == 0 and Estimates(self.kv).reusable_blocks(other) == (0, 0)
             self.look_at(other)
 
     @precondition(lambda self: self.running)

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_manager.kv.block_needs import blocks_of_prompt
-from batch_manager.kv.estimates import blocks_for_first_chunk, blocks_for_generation_step, blocks_to_last_token
+from batch_manager.kv.block_needs import blocks_of_prompt, blocks_to_last_token
 from batch_manager.kv.window import AttentionWindow
+from tests.conformance.estimates import blocks_for_first_chunk, blocks_for_generation_step
 
 lengths, block_sizes, beams = st.integers(1, 70), st.sampled_from([1, 2, 3, 8, 16]), st.integers(1, 4)
 FAR = 10_000

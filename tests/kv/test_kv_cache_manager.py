@@ -8,6 +8,7 @@ from batch_manager.handover import NO_UPDATES
 from batch_manager.kv.audit import audit
 from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
+from tests.conformance.estimates import Estimates
 
 
 def entries(claim) -> list[tuple[int, int, int]]:
@@ -120,9 +121,9 @@ def test_resources_to_completion_are_of_the_whole_sequence(make_request, start):
 
 def test_a_first_chunk_that_was_claimed_and_not_computed_needs_nothing_more(make_request):
     kv, request = KvCacheManager(20, 4, 100), make_request(0, 9)
-    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 3
+    assert kv.start_scheduling().blocks_for_next_step(request) == Estimates(kv).get_needed_blocks_one_step(request) == 3
     kv.claim([request], [])
-    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 0
+    assert kv.start_scheduling().blocks_for_next_step(request) == Estimates(kv).get_needed_blocks_one_step(request) == 0
 
 
 def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
@@ -134,7 +135,7 @@ def test_a_paused_request_claims_its_longer_context_anew(make_request, start):
     kv.release(request)
     request.pause(100)
     # Seven prompt tokens and four generated ones.
-    assert kv.start_scheduling().blocks_for_next_step(request) == kv.estimates.get_needed_blocks_one_step(request) == 3
+    assert kv.start_scheduling().blocks_for_next_step(request) == Estimates(kv).get_needed_blocks_one_step(request) == 3
     kv.claim([request], [])
     assert (kv.kv_length(request), kv.held_blocks(request)) == (11, 3)
     audit(kv)
@@ -152,7 +153,7 @@ def test_asking_for_many_gives_the_sum_of_asking_for_each(make_request, start, b
             assert ledger.blocks_for_next_step_of_generating(group, lookahead) == sum(
                 ledger.blocks_for_next_step(request, lookahead) for request in group)
     assert [ledger.blocks_for_next_step(request) for request in requests[:12]] == [
-        kv.estimates.get_needed_blocks_one_step(request) for request in requests[:12]]
+        Estimates(kv).get_needed_blocks_one_step(request) for request in requests[:12]]
     halfway = make_request(30, 9)
     kv.claim([halfway], [])
     owners = [*requests[:12], halfway]

@@ -3,21 +3,9 @@
 import pytest
 
 from batch_manager.names import LlmRequestState
-from batch_manager.scheduling.capacity import (
-    GuaranteedNoEvictScheduler,
-    MaxRequestsScheduler,
-    MaxUtilizationScheduler,
-    StaticBatchScheduler,
-)
+from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler, StaticBatchScheduler
 
 WITH_KV = [GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler]
-
-
-def test_max_requests_takes_the_first_that_can_run(make_line):
-    line = make_line()
-    done, unknown, first, second, _ = (line.waiting() for _ in range(5))
-    done.state, unknown.state = LlmRequestState.GENERATION_COMPLETE, LlmRequestState.ENCODER_INIT
-    assert MaxRequestsScheduler(2).schedule_request(line.requests) == ([first, second], [])
 
 
 @pytest.mark.parametrize("policy", WITH_KV)
