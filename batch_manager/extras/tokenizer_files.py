@@ -43,8 +43,8 @@ def complete(tokenizer: Any, folder: Path) -> None:
     config = read_object(folder / CONFIG_FILE)
     if keys := unread(CONFIG_FILE, config):
         log.info("%s: these keys are not read: %s", folder / CONFIG_FILE, printable(", ".join(keys)))
-    model_type = read_object(folder / "config.json").get("model_type")
-    log_other_class(tokenizer, config.get("tokenizer_class"), dict(config), model_type, folder / CONFIG_FILE)
+    model = read_object(folder / "config.json")
+    log_other_class(tokenizer, config, model, folder / CONFIG_FILE)
     added, named, extra = _stated_tokens(tokenizer, folder, config)
     known = tokenizer.get_added_tokens_decoder()
     reprs = {repr(token) for token in known.values()}

@@ -16,7 +16,7 @@ from batch_manager.weights.file_keys import READ, WITHOUT_EFFECT, unread
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from batch_manager.extras import chat_template, tokenizer_files  # noqa: E402
+from batch_manager.extras import chat_template, tokenizer_class, tokenizer_files  # noqa: E402
 from batch_manager.extras.text import TextStream  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
 from tests.extras.text_streams import tokenizer_named  # noqa: E402
@@ -243,13 +243,100 @@ def test_a_model_logs_the_keys_of_its_generation_config_once(tmp_path, caplog):
     assert record.args[2] == "do_sample, temperature, top_k"
 
 
-@pytest.mark.parametrize("name, config, differs", [
-    ("byte level", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, True),
-    ("byte level", {"tokenizer_class": "Qwen2TokenizerFast"}, True),
-    ("byte level", {"tokenizer_class": "LlamaTokenizerFast"}, False), ("byte level", {}, False),
-    ("llama", {"tokenizer_class": "LlamaTokenizer"}, True), ("llama", {}, False)])
-def test_a_class_that_changes_ids_is_logged(tmp_path, caplog, name, config, differs):
+def rebuilt(transformers, folder, name, config):
+    """Return the tokenizer that transformers makes of the folder, with the class of this name."""
+    (folder / CONFIG).write_text(json.dumps({"tokenizer_class": f"{name}Tokenizer", **config}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(theirs).__name__ == f"{name}Tokenizer"
+    return theirs.backend_tokenizer
+
+
+@pytest.mark.parametrize("name", tokenizer_class.COMPARED)
+def test_the_rules_of_a_class_are_those_of_transformers(tmp_path, name):
+    """What transformers rebuilds is equal to itself, and differs from what another class rebuilds."""
+    transformers = pytest.importorskip("transformers")
+    settings = ({}, {"add_prefix_space": True}, {"add_prefix_space": False}, {"legacy": True}, {"legacy": False},
+                {"do_lower_case": False}, {"strip_accents": True}, {"tokenize_chinese_chars": False})
+    names = ["<unk>", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "a", "b", "ab"]
+    words = {word: number for number, word in enumerate(names)}
+    model = tokenizers.models.WordPiece(words, unk_token="[UNK]") if name == "Bert" else tokenizers.models.BPE(
+        words, [("a", "b")])
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    made = [rebuilt(transformers, tmp_path, name, config) for config in settings]
+    states = [json.loads(each.to_str()) for each in made]
+    for tokenizer, mine in zip(made, states, strict=True):
+        for config, state in zip(settings, states, strict=True):
+            parts = ("normalizer", "pre_tokenizer")
+            is_same = [mine[part] for part in parts] == [state[part] for part in parts]
+            assert tokenizer_class.splits_otherwise(tokenizer, name, config) == (not is_same), (config, mine)
+    if name != "Bert":
+        made[0].model = tokenizers.models.BPE(words, [("a", "b")], ignore_merges=True,
+                                              byte_fallback=made[0].model.byte_fallback)
+        assert tokenizer_class.splits_otherwise(made[0], name, {})
+
+
+def test_the_tables_of_classes_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto import tokenization_auto as theirs
+
+    from batch_manager.models.registry import _MODEL_TYPES
+    from batch_manager.models.transformers.proven_types import PROVEN
+    backend, names = theirs.TokenizersBackend, {name for name in dir(transformers) if name.endswith("Tokenizer")}
+    generic = (backend, transformers.PythonBackend, transformers.PreTrainedTokenizerBase)
+    rebuild = set()
+    for name in names | {each.removesuffix("Fast") for each in theirs.TOKENIZER_MAPPING_NAMES.values() if each}:
+        found = theirs.tokenizer_class_from_name(name)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase) and found not in generic:
+            rebuild |= {name.removesuffix("Tokenizer")} - {"ConvBert", "FNet", "Parakeet"}      # have no own __init__
+    assert rebuild - {"MistralCommonBackend", "SentencePieceBackend", "PreTrained"} == {
+        *tokenizer_class.COMPARED, *tokenizer_class._NOT_COMPARED}
+    for model_type in {*PROVEN, *_MODEL_TYPES.values()}:
+        registered = theirs.TOKENIZER_MAPPING_NAMES.get(model_type)
+        is_generic = registered in ("TokenizersBackend", "MistralCommonBackend")
+        assert (model_type in tokenizer_class._AS_IT_IS) == is_generic, model_type
+        assert tokenizer_class._REGISTERED.get(model_type) == (
+            None if is_generic or registered is None else registered.removesuffix("Tokenizer"))
+
+
+@pytest.mark.parametrize("named", [None, "GPT2TokenizerFast", "LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_the_class_is_the_one_that_transformers_chooses(tmp_path, named):
+    transformers = pytest.importorskip("transformers")
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "a", "b", "ab"])}
+    tokenizers.Tokenizer(tokenizers.models.BPE(words, [("a", "b")])).save(str(tmp_path / "tokenizer.json"))
+    types = {*tokenizer_class._REGISTERED, *tokenizer_class._AS_IT_IS, "llama", "falcon", "gpt_oss"}
+    for model_type in types - ({"biogpt", "ctrl", "gpt-sw3"} if named is None else set()):     # they need other files
+        is_in_config = named == "LlamaTokenizer"
+        (tmp_path / "config.json").write_text(json.dumps(
+            {"model_type": model_type, **({"tokenizer_class": named} if is_in_config else {})}))
+        (tmp_path / CONFIG).write_text(json.dumps({"tokenizer_class": named} if named and not is_in_config else {}))
+        chosen = type(transformers.AutoTokenizer.from_pretrained(tmp_path)).__name__
+        ours = tokenizer_class.class_of(model_type, named)
+        assert chosen == ("TokenizersBackend" if ours is None else f"{ours}Tokenizer"), model_type
+
+
+@pytest.mark.parametrize("name, config, model_type, differs", [
+    ("byte level", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, None, True),
+    ("byte level", {"tokenizer_class": "GPT2Tokenizer"}, "gpt2", False),
+    ("byte level", {"tokenizer_class": "GPT2Tokenizer"}, "mistral", False),
+    ("byte level", {"tokenizer_class": "Qwen2TokenizerFast"}, None, True),
+    ("byte level", {"tokenizer_class": "PreTrainedTokenizerFast"}, "qwen2", True),
+    ("byte level", {"tokenizer_class": "GPTNeoXTokenizer"}, "gpt_neox", True),
+    ("byte level", {"tokenizer_class": "CodeGenTokenizer"}, "phi", False),
+    ("byte level", {"tokenizer_class": "CohereTokenizerFast"}, "cohere2", True),
+    ("byte level", {"tokenizer_class": "GemmaTokenizer"}, "gemma2", None),
+    ("byte level", {"tokenizer_class": "T5Tokenizer"}, "llama", None),
+    ("byte level", {"tokenizer_class": "LlamaTokenizerFast"}, None, False), ("byte level", {}, None, False),
+    ("llama", {"tokenizer_class": "LlamaTokenizer"}, None, True), ("llama", {}, None, False)])
+def test_a_class_that_changes_ids_is_logged(tmp_path, caplog, name, config, model_type, differs):
     folder = write(tmp_path / "model", name, {CONFIG: config})
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     with caplog.at_level(logging.WARNING, "batch_manager"):
-        load_tokenizer(folder)
-    assert [config["tokenizer_class"].removesuffix("Fast") in each.args for each in caplog.records] == [True] * differs
+        ours = load_tokenizer(folder)
+    assert len(caplog.records) == (differs is not False)
+    if differs is not None and name == "byte level":        # the library rebuilds no BPE of a Unigram tokenizer
+        theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+        texts = [*TEXTS, "e\N{COMBINING ACUTE ACCENT}te 2026", "  it's 12", "the\n\n\ncat"]
+        encoded = [(ours.encode(text, add_special_tokens=False).ids, theirs.encode(text, add_special_tokens=False))
+                   for text in texts]
+        assert any(mine != of_them for mine, of_them in encoded) == differs

@@ -54,7 +54,7 @@ def test_prompts_that_are_shorter_than_the_shared_prefix_are_counted(tmp_path, c
     shorter = sum(len(prompt) < 100 for prompt in prompts)
     assert 0 < shorter < 64 and capsys.readouterr().err == (
         f"batch-manager workload: {shorter} of 64 prompts are shorter than the shared prefix of 100 tokens; each such "
-        "consist of its beginning\n")
+        "prompt is its beginning\n")
     assert workload.main(["--input-min", "100", "--input-max", "100", "--shared-prefix", "100", "--out", str(out)]) == 0
     assert not capsys.readouterr().err
 
