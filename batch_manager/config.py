@@ -221,6 +221,9 @@ _OPTIONS_OF_OTHER_ENGINES = {
     "enable_prefix_caching": "kv_cache_config=KvCacheConfig(enable_block_reuse=...)",
     "swap_space": "kv_cache_config=KvCacheConfig(host_cache_size=...)",
     "max_model_len": "max_seq_len=...",
+    "context_length": "max_seq_len=...",
+    "num_ctx": "max_seq_len=...",
+    "mem_fraction_static": "kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=...)",
     "n_ctx": "max_seq_len=...",
     "max_num_seqs": "max_batch_size=...",
     "max_num_batched_tokens": "max_num_tokens=...",
@@ -230,6 +233,26 @@ _OPTIONS_OF_OTHER_ENGINES = {
     "device_map": "device=...",
     "n_threads": "num_threads=...",
     "model_impl": "model_implementation=...",
+}
+# An option of other engines without a counterpart -> what happens here.
+_ONE_DEVICE = "a model runs on one device, and device=... names it; start an engine for each device"
+_IN_THE_CALL = "it is an option of each call, for example LLM.generate(prompts, {}=...)"
+_NOT_HERE = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size",
+                     "dp_size", "tensor_split", "main_gpu", "n_gpu_layers", "world_size"), _ONE_DEVICE),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "repetition_penalty"),
+                    _IN_THE_CALL),
+    **dict.fromkeys(("quantization", "load_in_8bit", "load_in_4bit", "quantization_config"),
+                    "weights are used as the checkpoint stores them; pass a quantized .gguf file"),
+    **dict.fromkeys(("trust_remote_code", "attn_implementation", "tokenizer_mode"),
+                    "code of a checkpoint never runs, and the engine has its own attention and tokenizers"),
+    **dict.fromkeys(("revision", "download_dir", "tokenizer_revision"),
+                    "models are not downloaded; `hf download NAME --revision REVISION` prints the path to pass"),
+    **dict.fromkeys(("enable_thinking", "chat_template_kwargs"),
+                    "a variable of the chat template: LLM.chat(messages, template_options={'enable_thinking': ...})"),
+    "served_model_name": "`batch-manager serve` has --served-model-name",
+    "kv_cache_dtype": "keys and values have the dtype of the activations, dtype=...",
+    **dict.fromkeys(("speculative_model", "speculative_config", "draft_model"), "draft models are not supported"),
 }
 
 
@@ -246,6 +269,8 @@ def unknown_option(name: str, inside: str = "") -> str:
         return f"{name} is a field of KvCacheConfig: pass " + way.format(f"kv_cache_config=KvCacheConfig({name}=...)")
     if name in _OPTIONS_OF_OTHER_ENGINES:
         return f"{name} is an option of another engine: pass " + way.format(_OPTIONS_OF_OTHER_ENGINES[name])
+    if name in _NOT_HERE:
+        return f"{name} is no option of the engine: {_NOT_HERE[name].replace('{}', name)}"
     meant = get_close_matches(name[:64], known, 1)
     return f"unknown option {name[:64]!r}; " + (f"did you mean {way.format(meant[0])}?" if meant else
                                                f"the options are {', '.join(known)}")

@@ -13,7 +13,7 @@ from ..engine_info import EngineInfo
 from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
-from ..requests.inference_request import InferenceRequest
+from ..requests.inference_request import InferenceRequest, unknown_request_option
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
 from .messages import PackedRequest, packed
@@ -174,6 +174,11 @@ class AsyncEngine:
                                        **{**self.arrival_option(monotonic()), **options})
         except InvalidRequestError as error:
             raise RequestFailed(error.code, str(error)) from None
+        except TypeError:
+            for name in options:
+                if name not in InferenceRequest.__init__.__kwdefaults__:
+                    raise TypeError(unknown_request_option(name)) from None
+            raise
         if request.streaming is not None:      # `generate` would return the first token only
             raise RequestFailed(ErrorCode.INVALID_REQUEST, "the tensor 'streaming' was given; stream() streams and "
                                 "generate() does not; leave it out")

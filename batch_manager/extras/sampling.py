@@ -33,6 +33,15 @@ _HINTS = dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_output_t
                        "did you mean max_tokens?")
 _HINTS |= dict.fromkeys(("length_penalty", "len_penalty", "num_beams", "beam_width", "early_stopping"),
                         "it acts on beam search only, which requests of GptManager have (beam_width, len_penalty)")
+_HINTS |= dict.fromkeys(("do_sample",), "temperature=0 is greedy; any other temperature samples")
+_HINTS |= dict.fromkeys(("n", "best_of", "num_return_sequences"), "pass the prompt once for each output")
+_HINTS |= dict.fromkeys(("tools", "enable_thinking", "chat_template_kwargs"),
+                        "chat() takes tools=..., and template_options={'enable_thinking': ...}")
+_HINTS |= dict.fromkeys(("sampling_params", "generation_config"), "pass its values as options, such as temperature=0.7")
+_HINTS |= dict.fromkeys(("guided_json", "json_schema", "response_format", "grammar", "structured_outputs"),
+                        "AsyncEngine takes a grammar as logits_post_processor; see "
+                        "batch_manager.extras.guided_decoding")
+_HINTS |= dict.fromkeys(("stop_strings", "stop_sequences"), "did you mean stop?")
 _TENSOR = re.compile(rf"\b(?:{'|'.join(OPTION_OF_TENSOR)})\b")
 
 

@@ -235,6 +235,22 @@ def unknown_name(name: object) -> InvalidRequestError:
         f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TENSORS)}")
 
 
+def unknown_request_option(name: str) -> str:
+    """The text of the error for an option of a request that does not exist, with what was meant."""
+    names = [known for known in InferenceRequest.__init__.__kwdefaults__ if known != "is_streaming"]
+    if name in _WIRE_NAMES:
+        return f"{name} is a tensor, and no option: put it into the tensors, {{..., {name!r}: ...}}"
+    near = get_close_matches(name[:64], names, n=1)
+    if name in _WORDS_OF_OTHER_ENGINES:
+        way_out = _WORDS_OF_OTHER_ENGINES[name]
+    elif near:
+        way_out = f"did you mean {near[0]}?"
+    else:
+        near = get_close_matches(name[:64], _WIRE_NAMES, n=1)
+        way_out = f"did you mean the tensor {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+    return f"unknown option {name[:64]!r}; {way_out}"
+
+
 def _named(tensors: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tensors, Mapping):
         raise InvalidRequestError(f"tensors is of type {type_name(tensors)}", "it must be a mapping of names to values",

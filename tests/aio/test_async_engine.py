@@ -318,8 +318,15 @@ def test_options_that_the_engine_sets_itself_are_refused():
         for name in ("request_id", "is_streaming"):
             with pytest.raises(TypeError, match=f"{name} was given; the engine sets it"):
                 engine.stream(request(), **{name: 1})
-        with pytest.raises(TypeError, match="nonsense"):
-            engine.stream(request(), nonsense=1)
+        for name, told in (("nonsense", "unknown option 'nonsense'; the options are logits_post_processor, priority, "),
+                           ("temperature", r"temperature is a tensor, and no option: put it into the tensors, \{"),
+                           ("max_tokens", "unknown option 'max_tokens'; did you mean the tensor 'max_new_tokens'"),
+                           ("priorty", "did you mean priority"), ("stop", "stop_words_list takes"),
+                           ("runtime_topk", "did you mean the tensor 'runtime_top_k'")):
+            with pytest.raises(TypeError, match=told):
+                engine.stream(request(), **{name: 1})
+            with pytest.raises(TypeError, match=told):
+                await engine.generate(request(), **{name: 1})
 
     run(test)
 

@@ -320,6 +320,10 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
         assert str(raised.value) == f"{name} is an option of another engine: pass {way_out}"
         for used in re.findall(r"(\w+)=", way_out):       # the way out exists
             assert used in TrtGptModelOptionalParams.__dataclass_fields__ or used in KvCacheConfig.__dataclass_fields__
+    for name, told in (("tensor_parallel_size", "one device"), ("enable_thinking", "template_options={'enable_"),
+                       ("temperature", "LLM.generate(prompts, temperature=...)"), ("revision", "hf download")):
+        with pytest.raises(TypeError, match=f"{name} is no option of the engine: .*{re.escape(told)}"):
+            TrtGptModelOptionalParams(**{name: 1})
     with pytest.raises(TypeError, match="unknown option 'max_batch_sise'; did you mean max_batch_size"):
         TrtGptModelOptionalParams(max_batch_sise=3)
     with pytest.raises(TypeError, match="unknown option 'nonsense'; the options are kv_cache_config, "):

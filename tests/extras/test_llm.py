@@ -197,7 +197,9 @@ def test_options_of_a_wrong_type_are_named():
                            ("", "contains an empty string"), ([5], "contains a value of type int")):
             with pytest.raises(InvalidRequestError, match=told):
                 llm.generate(["a"], stop=stop)
-        for name, told in (("max_completion_tokens", "did you mean max_tokens"), ("length_penalty", "beam search")):
+        for name, told in (("max_completion_tokens", "did you mean max_tokens"), ("length_penalty", "beam search"),
+                           ("enable_thinking", "template_options"), ("n", "once for each output"),
+                           ("do_sample", "temperature=0 is greedy"), ("stop_strings", r"did you mean stop\?")):
             with pytest.raises(TypeError, match=told):
                 llm.generate(["a"], **{name: 5})
         with pytest.raises(InvalidRequestError, match="messages is empty; expected at least one message"):
