@@ -34,6 +34,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import counted
+from ..extras.repeated_names import unique_names
 from .__main__ import run_as
 from .command_parser import CommandParser, within
 from .compare_figures import FIGURES as SIDE_FIGURES
@@ -86,8 +87,8 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     results = []
     for path in paths:
         try:
-            result = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            result = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_names)
+        except (OSError, ValueError, RecursionError) as error:
             raise ComparisonError(f"{path} cannot be read: {error}; expected a result as JSON") from error
         missing = {"peer", *SAME_IN_ALL} - (result.keys() if isinstance(result, dict) else set())
         if missing:

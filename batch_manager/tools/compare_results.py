@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import printable
+from ..extras.repeated_names import unique_names
 from .compare_figures import FIGURES, Difference, differences, is_number, left_out, table
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1
@@ -115,7 +116,7 @@ def compared(a: Paths, b: Paths, *, anyway: bool = False, figures: Sequence[str]
 def read_runs(path: Path) -> list[Run]:
     """Read the runs of a file: a result, the points of a sweep, or a list of results. Raises ComparisonError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_names)
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ComparisonError(f"{path} cannot be read: {reason}; expected a result of batch-manager bench; "

@@ -175,6 +175,7 @@ def test_saturations_are_compared_by_what_is_sustained(write):
 
 @pytest.mark.parametrize("content, text", [
     ("no JSON", "cannot be read: Expecting value"),
+    ('{"n": 1, "n": 2}', "cannot be read: the name 'n' occurs twice in one object"),
     ("3", "is of type int; expected an object"),
     ("[3]", "[0] is of type int"),
     ("{}", "has no figures; expected a result of batch-manager bench"),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
+from ...extras.repeated_names import unique_names
 from ..provenance import commit_of_the_checkout, machine, versions
 from .errors import InputError
 
@@ -52,7 +53,7 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises InputError if the file cannot be read, is not a result, or has another format version than FORMAT_VERSION.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_names)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; expected a result of batch-manager bench; correct the path"
                          ) from error

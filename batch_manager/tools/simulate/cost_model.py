@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ...extras.repeated_names import unique_names
 from ..bench.errors import InputError
 from ..datasets.errors import quoted
 from ..output_file import output_file
@@ -120,7 +121,7 @@ class CostModel:
     def read(cls, path: Path) -> Self:
         """Read a cost model. Raises InputError if the file cannot be read or is not a cost model of this version."""
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_names)
         except (OSError, ValueError, RecursionError) as error:
             reason = "it has too many nested arrays and objects" if isinstance(error, RecursionError) else error
             raise InputError(f"{path} cannot be read: {reason}; expected a cost model; batch-manager simulate --fit "
@@ -131,6 +132,10 @@ class CostModel:
         if record.get("format_version") != FORMAT_VERSION:
             raise InputError(f"{path} has format_version {record.get('format_version')!r}; this program reads version "
                              f"{FORMAT_VERSION}; fit the cost model again")
+        names = {"format", "format_version", *cls.__dataclass_fields__}
+        if unknown := sorted(record.keys() - names):
+            raise InputError(f"{path} has the field {quoted(unknown[0])}, which nothing reads; expected "
+                             f"{', '.join(sorted(names))}; correct its name, or fit the cost model again")
         try:
             return cls(_step_seconds("generation_s", record), _step_seconds("mixed_s", record),
                        _seconds(record["host_s"], HOST_TERMS), _amounts(record["most"]),
