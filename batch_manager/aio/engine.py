@@ -13,7 +13,7 @@ from ..engine_info import EngineInfo
 from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
-from ..requests.inference_request import InferenceRequest, unknown_request_option
+from ..requests.inference_request import InferenceRequest, request_options, unknown_request_option
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
 from .messages import PackedRequest, packed
@@ -176,7 +176,7 @@ class AsyncEngine:
             raise RequestFailed(error.code, str(error)) from None
         except TypeError:
             for name in options:
-                if name not in InferenceRequest.__init__.__kwdefaults__:
+                if name not in request_options():
                     raise TypeError(unknown_request_option(name)) from None
             raise
         if request.streaming is not None:      # `generate` would return the first token only

@@ -235,9 +235,14 @@ def unknown_name(name: object) -> InvalidRequestError:
         f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TENSORS)}")
 
 
+def request_options() -> tuple[str, ...]:
+    """Return the names of the options of InferenceRequest."""
+    return tuple(InferenceRequest.__init__.__kwdefaults__ or ())
+
+
 def unknown_request_option(name: str) -> str:
     """The text of the error for an option of a request that does not exist, with what was meant."""
-    names = [known for known in InferenceRequest.__init__.__kwdefaults__ if known != "is_streaming"]
+    names = [known for known in request_options() if known != "is_streaming"]
     if name in _WIRE_NAMES:
         return f"{name} is a tensor, and no option: put it into the tensors, {{..., {name!r}: ...}}"
     near = get_close_matches(name[:64], names, n=1)
