@@ -38,21 +38,27 @@ def environment(scratch: Path, prepared: Path | None, *, is_dry: bool) -> dict[s
     """Unpack what was prepared, link the kernels if the checkout came without the link, and return the environment
     variables of the steps.
 
+    What cannot be unpacked is printed: the steps do what they can without it. A dry run unpacks nothing, because its
+    Python has all packages.
+
     scratch   folder for the unpacked files
     """
     site, cache = scratch / "site", scratch / "cache"
-    if prepared is not None and not is_dry:                # a dry run has its own wheels, and compiles nothing
-        for wheel in sorted(prepared.glob("*.whl")):
-            with zipfile.ZipFile(wheel) as files:
-                files.extractall(site)
-        if (prepared / KERNELS).exists():
-            unpack_kernels(prepared / KERNELS, cache)
+    for path in sorted(prepared.iterdir()) if prepared is not None and not is_dry else ():
+        try:
+            if path.suffix == ".whl":
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(site)
+            elif path.name == KERNELS:
+                unpack_kernels(path, cache)
+        except Exception as error:
+            print(f"{path} cannot be unpacked: {type(error).__name__}: {error}", flush=True)
     link = ROOT / "batch_manager" / "triton_kernels"
     if not link.exists():
         link.symlink_to(Path("..") / "triton_kernels")
-    path = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **TRITON_VARIABLES, "TRITON_CACHE_DIR": str(cache),
-            "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    folders = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **TRITON_VARIABLES, "TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def unpack_kernels(archive: Path, cache: Path) -> None:

@@ -118,15 +118,21 @@ class Runner:
         return sum(1 for _ in self.cache.rglob("*.cubin"))
 
     def _keep(self, entries: Sequence[str], *, with_archive: bool = False) -> None:
-        """Write the list of steps and, if asked for, the archive. A file is replaced at once, so that it is whole."""
-        if with_archive:
-            made = self.work.with_suffix(".tar.xz")
-            with tarfile.open(made, "w:xz", preset=1) as archive:
-                archive.add(self.work, "results")
-            _replace(made, self.out / ARCHIVE)
-        made = self.work.with_suffix(".txt")
-        made.write_text("\n".join(entries) + "\n")
-        _replace(made, self.out / LIST)
+        """Write the list of steps and, if asked for, the archive. A file is replaced at once, so that it is whole.
+
+        What cannot be written is printed, and the next steps run.
+        """
+        try:
+            made = self.work.with_suffix(".txt")
+            made.write_text("\n".join(entries) + "\n")
+            _replace(made, self.out / LIST)
+            if with_archive:
+                made = self.work.with_suffix(".tar.xz")
+                with tarfile.open(made, "w:xz", preset=1) as archive:
+                    archive.add(self.work, "results")
+                _replace(made, self.out / ARCHIVE)
+        except (OSError, tarfile.TarError) as error:
+            print(f"the results could not be written: {error}", flush=True)
 
 
 def _replace(made: Path, target: Path) -> None:

@@ -83,13 +83,13 @@ STEPS = (
     _report(1, "large-steps", "decode steps of 8B x 32 and 8B x 256", 80, 75, "large-steps"),
     _report(1, "correctness-fp16", "every kernel by value", 20, 18, "correctness", "--dtype", "float16"),
     _report(1, "correctness-fp32", "every kernel by value", 20, 18, "correctness", "--dtype", "float32"),
-    Step(2, "kernels", "every kernel test, by twelve processes", 105, 95, (PYTHON, "-m", *_pytest(12, *_KERNEL_TESTS)),
+    Step(2, "kernels", "every kernel test, by twelve processes", 100, 95, (PYTHON, "-m", *_pytest(12, *_KERNEL_TESTS)),
          (PYTHON, "-m", *_pytest(0, "--collect-only", *_KERNEL_TESTS))),
     # torch allocates memory in large pieces. Without its cache, each tensor is an allocation of its own, and memcheck
     # sees an access behind its end.
-    Step(2, "memcheck", "accesses outside of memory, in a tiny engine", 60, 50,
+    Step(2, "memcheck", "accesses outside of memory, in a tiny engine", 55, 50,
          ("compute-sanitizer", "--error-exitcode", "9", "--tool", "memcheck", *_module("tiny_run", "--device", "cuda")),
          _module("tiny_run", "--device", "cpu"), (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)),
-    _report(2, "idle", "idle time between steps; run-ahead against lockstep", 50, 48, "idle"),
-    _report(2, "settings", "launch settings of kernels; the fastest as code", 25, 25, "settings"),
+    _report(2, "idle", "idle time between steps; run-ahead against lockstep", 62, 58, "idle"),
+    _report(2, "settings", "launch settings of kernels; the fastest as code", 23, 20, "settings"),
 )

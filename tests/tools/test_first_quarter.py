@@ -141,6 +141,13 @@ def test_an_interrupted_call_keeps_the_log_of_its_step(tmp_path):
     assert files == {"results/kernels.log": "begun\n"} and "kernels: interrupted at" in entries
 
 
+def test_results_that_cannot_be_written_stop_no_step(tmp_path, capsys):
+    succeeded, entries, files = run(tmp_path, step("rm -r $1/../../out", "first"),
+                                    step(f"mkdir -p {tmp_path}/out", "second"))
+    assert succeeded and entries.count(": ok, ") == 2 and len(files) == 2
+    assert "the results could not be written: " in capsys.readouterr().out
+
+
 def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):
     denominators = pytest.importorskip("batch_manager.tools.gpu_report.denominators")
     assert len(denominators.RATES) == NUM_RATES

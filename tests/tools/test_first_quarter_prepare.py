@@ -51,6 +51,16 @@ def test_what_was_prepared_is_unpacked_for_the_steps(tmp_path):
     assert group["child_paths"] == {"kernel.cubin": str(kernel)}
 
 
+def test_what_cannot_be_unpacked_costs_only_itself(tmp_path, capsys):
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    (prepared / "broken.whl").write_text("no wheel")
+    packed(prepared / program.KERNELS, {"./A/kernel.cubin": ""})
+    variables = program.environment(tmp_path / "scratch", prepared, is_dry=False)
+    assert "broken.whl cannot be unpacked: BadZipFile" in capsys.readouterr().out
+    assert (Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin").exists()
+
+
 def test_a_machine_without_the_python_of_the_gpu_machine_is_told_so(tmp_path, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(preparing, "PYTHON_VERSION", "9.9")
