@@ -100,8 +100,9 @@ class Runner:
                 process.wait()
         _shorten(log)
         compiled = self._num_kernels() - num_kernels
-        entry = (f"{step.name}: {status}, {self._now() - began:.0f} s of {step.limit} s, expected {step.expected} s, "
-                 f"ended at {self._now():.0f} s{f', {compiled} kernels compiled' if compiled else ''}")
+        limits = "" if self.is_dry else f" of {step.limit} s, expected {step.expected} s"
+        entry = (f"{step.name}: {status}, {self._now() - began:.0f} s{limits}, ended at {self._now():.0f} s"
+                 f"{f', {compiled} kernels compiled' if compiled else ''}")
         if status == "ok":
             return entry, True
         tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
