@@ -13,12 +13,12 @@ from .standard_output import reported
 
 # command -> (module in this package with `main(argv) -> exit status`, help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "watch": ("watch", "show in the terminal what a running engine does"),
+    "watch": ("watch.__main__", "show in the terminal what a running engine does"),
     "serve": ("serve", "serve OpenAI's HTTP API for one model"),
     "inspect": ("inspect", "show how a checkpoint would run, and its memory use"),
     "bench": ("bench.__main__", "serve a workload, or sweep its load, and report the speed"),
     "workload": ("workload", "write a workload for bench"),
-    "compare": ("compare", "compare results of bench, and show which differences exceed their spread"),
+    "compare": ("compare.__main__", "compare results of bench, and show which differences exceed their spread"),
     "simulate": ("simulate.__main__", "predict other settings, loads or more replicas, fitted on a trace"),
     "host-bench": ("host_bench", "time the host's work per iteration, with a scripted model"),
     "trace": ("trace", "show where the time of a request went; convert a trace for Perfetto or to CSV"),

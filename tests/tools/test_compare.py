@@ -9,7 +9,7 @@ from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.run import benchmark
-from batch_manager.tools.compare import Comparison, ComparisonError, compare, main, read_results
+from batch_manager.tools.compare.__main__ import Comparison, ComparisonError, compare, main, read_results
 from batch_manager.tools.workload import Lengths, make_workload
 
 

@@ -11,9 +11,9 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench.__main__ import main as bench
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.run import benchmark
-from batch_manager.tools.compare import ComparisonError, compare_results, main
-from batch_manager.tools.compare_figures import FIGURES, Difference, differences
-from batch_manager.tools.compare_results import compared
+from batch_manager.tools.compare.__main__ import ComparisonError, compare_results, main
+from batch_manager.tools.compare.figures import FIGURES, Difference, differences
+from batch_manager.tools.compare.results import compared
 from batch_manager.tools.workload import Lengths, make_workload
 
 RESULT = {"format": "batch-manager bench", "format_version": 1, "kind": "run", "peer": "batch_manager", "variant": "",

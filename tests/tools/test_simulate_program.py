@@ -10,7 +10,7 @@ import pytest
 from batch_manager.stats.trace import IterationTrace, TraceFile
 from batch_manager.tools.__main__ import main as batch_manager
 from batch_manager.tools.bench.result import read_result
-from batch_manager.tools.compare_results import compare_results
+from batch_manager.tools.compare.results import compare_results
 from batch_manager.tools.simulate import study
 from batch_manager.tools.simulate.__main__ import main
 from batch_manager.tools.simulate.cost_model import CostModel

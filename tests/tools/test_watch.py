@@ -33,9 +33,9 @@ from batch_manager import (
 )
 from batch_manager.extras.jsonl import JsonlStatistics
 from batch_manager.testing.scripted_backend import ScriptedBackend
-from batch_manager.tools import watch
-from batch_manager.tools.watch_figures import Figures, History, quantile
-from batch_manager.tools.watch_sources import FileSource, Latency, Reading, SourceError, read_metrics
+from batch_manager.tools.watch import __main__ as watch
+from batch_manager.tools.watch.figures import Figures, History, quantile
+from batch_manager.tools.watch.sources import FileSource, Latency, Reading, SourceError, read_metrics
 
 prometheus = pytest.importorskip("prometheus_client", reason="NOT RUN: prometheus-client is not installed")
 

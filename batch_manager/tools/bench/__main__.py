@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import BatchManagerError, counted
 from ..__main__ import run_as
-from ..compare import main as compare
+from ..compare.__main__ import main as compare
 from ..standard_output import discard_standard_output
 from .errors import BenchmarkError, InputError
 from .files import write_files

@@ -15,7 +15,7 @@ from ..__main__ import run_as
 from ..bench.errors import InputError
 from ..bench.result import read_result
 from ..bench.summary import csv_rows
-from ..compare_results import model_of
+from ..compare.results import model_of
 from ..output_file import OutputFiles
 from ..provenance import commit_of_the_checkout, machine, versions
 from ..standard_output import print_flushed

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import printable
-from ..extras.repeated_names import unique_names
-from .compare_figures import FIGURES, Difference, differences, is_number, left_out, table
+from ...errors import printable
+from ...extras.repeated_names import unique_names
+from .figures import FIGURES, Difference, differences, is_number, left_out, table
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1
 SAME = ("workload", "n", "prompt_tokens", "output_tokens", "precision", "model")

@@ -15,8 +15,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from .watch_figures import COUNTS, QUANTILES, Figures
-from .watch_sources import Source
+from .figures import COUNTS, QUANTILES, Figures
+from .sources import Source
 
 WIDEST = 80
 NUM_RATES = 24                  # values in the sparkline

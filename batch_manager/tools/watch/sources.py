@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from ..errors import printable
+from ...errors import printable
 
 MOST_BYTES = 16 << 20          # most bytes of an answer
 TAIL_BYTES = 1 << 20           # bytes at the end of a file that are read first

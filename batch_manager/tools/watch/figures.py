@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from .watch_sources import Bounds, Latency, Reading, rise
+from .sources import Bounds, Latency, Reading, rise
 
 WINDOW_S = 60.0
 COUNTS = ("new", "finished", "paused", "refused", "errors")

@@ -36,13 +36,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
-from .__main__ import run_as
-from .command_parser import CommandParser
-from .watch_figures import COUNTS, LATENCIES, QUANTILES, Figures, History
-from .watch_sources import FileSource, MetricsSource, Source, SourceError, why_not_watchable
+from ..__main__ import run_as
+from ..command_parser import CommandParser
+from .figures import COUNTS, LATENCIES, QUANTILES, Figures, History
+from .sources import FileSource, MetricsSource, Source, SourceError, why_not_watchable
 
 if TYPE_CHECKING:
-    from .watch_view import Picture
+    from .view import Picture
 
 ENDED, UNREACHABLE, USAGE, INTERRUPTED = 0, 1, 2, 130
 SHORTEST_INTERVAL_S = 0.1
@@ -204,7 +204,7 @@ def _picture(source: Source) -> "Picture | None":
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:
-        from .watch_view import Picture
+        from .view import Picture
     except ImportError:
         return None
     return Picture(source)

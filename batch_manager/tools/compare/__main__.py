@@ -33,14 +33,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import counted
-from ..extras.repeated_names import unique_names
-from .__main__ import run_as
-from .command_parser import CommandParser, within
-from .compare_figures import FIGURES as SIDE_FIGURES
-from .compare_results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
-from .output_file import output_file, why_not_distinct
-from .shared_options import add_shared
+from ...errors import counted
+from ...extras.repeated_names import unique_names
+from ..__main__ import run_as
+from ..command_parser import CommandParser, within
+from ..output_file import output_file, why_not_distinct
+from ..shared_options import add_shared
+from .figures import FIGURES as SIDE_FIGURES
+from .results import FOREIGN_CORES, ComparisonError, check_figures, compare_results, compared, disturbed
 
 __all__ = ["Comparison", "ComparisonError", "compare", "compare_results", "main", "read_results"]
 RATES = ("output_tok_s", "total_tok_s")
