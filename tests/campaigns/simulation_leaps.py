@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.simulation_leaps --requests 100000
 
-The traffic is that of `batch-manager workload sample-trace`, served by 64 replicas in six settings. The cost model is
+The traffic is that of `batch-manager workload sample-trace`, served by 64 replicas in five settings. The cost model is
 fitted on the recorded run of tests/tools/data. Without leaps, 100,000 requests take about ten minutes per setting.
 
     --setting NAME   only this one of SETTINGS
@@ -30,7 +30,7 @@ from tests.tools.simulated import records
 TRACE = Path(__file__).parents[1] / "tools" / "data" / "simulated_runs" / "fitted.trace.gz"
 MAX_UTILIZATION = SchedulerPolicy.MAX_UTILIZATION
 # Name -> (arguments of `workload sample-trace`, changed fields of EngineSettings, routing). The name "asynchronous" has
-# such a device, "overlap" two micro-batches.
+# such a device.
 SETTINGS: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "full": (["--as", "azure", "--request-rate", "40"], {}, "least-loaded"),
     "pauses": (["--as", "azure", "--request-rate", "40", "--input-median", "400"],
@@ -39,7 +39,6 @@ SETTINGS: dict[str, tuple[list[str], dict[str, Any], str]] = {
               {"enable_block_reuse": True, "policy": MAX_UTILIZATION}, "longest-prefix"),
     "idle": (["--as", "azure", "--request-rate", "2", "--output-median", "20"], {}, "least-loaded"),
     "asynchronous": (["--as", "azure", "--request-rate", "40"], {}, "least-loaded"),
-    "overlap": (["--as", "azure", "--request-rate", "40"], {"enable_trt_overlap": True}, "least-loaded"),
 }
 
 

@@ -38,8 +38,8 @@ class LeanLoop:
     no effect in a simulation: statistics, responses, batches for a device, and checks of plans and outputs. Iterations
     that have the same plan are not planned one by one, but computed as a leap.
 
-    A step is launched before the last one is read if the loop has a window of two steps; see steps/window.py for the
-    requests that both may have. Without end ids, failures and sliding windows, these rules need only lengths.
+    A step is launched before the last one is read if the loop runs ahead; steps/window.py says which requests both may
+    have. Without end ids, failures and sliding windows, these rules need only lengths.
 
     waiting      (index in the traffic, arrival in seconds) of requests that were not fetched yet; fetching removes them
     answer       called with (index, error or "") at the end of each request
@@ -66,10 +66,10 @@ class LeanLoop:
 
     @staticmethod
     def fits(loop: GenerationLoop, traffic: Traffic) -> bool:
-        """Whether the loop has the production schedulers, and never lacks bytes for requests."""
+        """Whether the loop has the production schedulers and one micro-batch, and never lacks bytes for requests."""
         most = int(traffic.input_tokens.max(initial=0)) * 4 + OTHER_BYTES
         most_alive = min(loop.limits.max_num_sequences, len(traffic))
-        return (type(loop.scheduler) is SimpleScheduler
+        return (loop.limits.num_micro_batches == 1 and type(loop.scheduler) is SimpleScheduler
                 and type(loop.scheduler.capacity_scheduler) in (GuaranteedNoEvictScheduler, MaxUtilizationScheduler)
                 and type(loop.scheduler.micro_batch_scheduler) is TokenBudgetScheduler
                 and most * most_alive <= TrtGptModelOptionalParams().max_bytes_in_flight)
@@ -121,10 +121,9 @@ class LeanLoop:
 
     def _run_step(self) -> list[LlmRequest]:
         """Plan and launch a step, and read the oldest one if it is its turn. Returns the requests that ended."""
-        flights, limits = self._flights, self._limits
-        is_launched = self._launch()
-        if len(flights) < limits.window_depth and (not flights or is_launched and not (
-                limits.runs_ahead and len(self._blocked_ids()) >= len(self._active.in_order))):
+        flights, is_launched = self._flights, self._launch()
+        if len(flights) < self._limits.window_depth and (
+                not flights or is_launched and len(self._blocked_ids()) < len(self._active.in_order)):
             return []
         return self._read(flights.popleft())
 
@@ -132,9 +131,8 @@ class LeanLoop:
         """Return the ids of the requests that cannot run before a step in flight is read."""
         if not self._flights:
             return NO_STEP_IN_FLIGHT
-        in_flight = [request for flight in self._flights for request in flight.requests]
-        return frozenset([request.request_id for request in in_flight
-                          if not self._limits.runs_ahead or request.state is LAST_TOKEN])
+        return frozenset([request.request_id for flight in self._flights for request in flight.requests
+                          if request.state is LAST_TOKEN])
 
     def _launch(self) -> bool:
         """Plan and launch a step. Returns whether one was launched."""
@@ -225,7 +223,7 @@ class LeanLoop:
         if not requests or self._fetched or self._waiting and self.has_room:
             return None
         flight = self._flights[0] if self._flights else None
-        if limits.window_depth > 1 and (not limits.runs_ahead or flight is None or flight.contexts):
+        if limits.window_depth > 1 and (flight is None or flight.contexts):
             return None
         generating: list[LlmRequest] = []
         started: list[LlmRequest] = []      # contexts with blocks
