@@ -14,7 +14,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 
 BACKEND = partial(ScriptedBackend, max_seq_len=60_000, num_blocks=20_000, is_asynchronous=True, step_seconds=0.001)
 LONG = {"input_ids": [1, 2], "request_output_len": 50_000}      # runs for a minute if it is not stopped
-SECONDS_TO_STOP = 1.0
+SECONDS_TO_STOP = 20.0
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in this process", "in a process of its own"])

@@ -22,7 +22,7 @@ PREAMBLE = """
 
     signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background ignores it
 
-    pending = [InferenceRequest(i, {"input_ids": [i + 1], "request_output_len": 900}) for i in range(3)]
+    pending = [InferenceRequest(i, {"input_ids": [i + 1], "request_output_len": 50_000}) for i in range(3)]
     started = threading.Event()
 
     def get(n):
@@ -33,8 +33,9 @@ PREAMBLE = """
         os.write(1, f"final {request_id} {error[:10]}\\n".encode())
 
     def make(**options):
+        backend = ScriptedBackend(on_step=slow, max_seq_len=60_000, num_blocks=20_000)
         return GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, get, send,
-                          parts=Parts(backend=ScriptedBackend(on_step=slow)), **options)
+                          parts=Parts(backend=backend), **options)
 
     manager = make()
     while manager.num_active_requests < 3:
@@ -43,7 +44,7 @@ PREAMBLE = """
 FINALS = {"final 0 [SHUTDOWN]", "final 1 [SHUTDOWN]", "final 2 [SHUTDOWN]"}
 
 
-def run(body: str, seconds: float = 30.0) -> subprocess.CompletedProcess:
+def run(body: str, seconds: float = 120.0) -> subprocess.CompletedProcess:
     script = textwrap.dedent(PREAMBLE) + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=seconds)
 
@@ -66,7 +67,7 @@ def test_c17_interpreter_exit_aborts_with_finals_without_hanging_and_keeps_the_e
 
 def test_c17_two_managers_both_answer_at_interpreter_exit():
     result = run("""
-        pending = [InferenceRequest(i + 10, {"input_ids": [1], "request_output_len": 900}) for i in range(2)]
+        pending = [InferenceRequest(i + 10, {"input_ids": [1], "request_output_len": 50_000}) for i in range(2)]
         second = make()
         while manager.num_active_requests + second.num_active_requests < 5:    # either may have asked first
             time.sleep(0.001)

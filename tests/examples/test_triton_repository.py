@@ -126,7 +126,7 @@ def host(triton):
 
 
 def gauge_is(category, value):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while Family.gauges.get(category) != value and time.monotonic() < deadline:
         time.sleep(0.005)
     return Family.gauges.get(category) == value

@@ -114,7 +114,7 @@ def test_a_refused_output_ends_the_others_of_its_call_at_once():
                 await read(service, prompt=[5], n=12, max_tokens=3000, ignore_eos=True)
             assert told.value.status == 429
             await until_idle(service)
-        assert service.engine.health()["iterations"] < 2000
+        assert service.engine.health()["iterations"] < 3000           # each output has as many tokens
 
     run(test, step_seconds=0.001)
 
@@ -131,7 +131,7 @@ def test_an_output_that_a_stop_string_ended_generates_no_further_while_others_do
         await read(service, prompt=[[5], [6]], max_tokens=2000, stop="village", ignore_eos=True)
 
     run(test, script=script, step_seconds=0.001)
-    assert computed[5] >= 2000 and computed[6] < 1000
+    assert computed[5] >= 2000 > computed[6]
 
 
 def test_several_prompts_and_texts_each_are_in_order_with_seeds_of_their_own():
@@ -571,11 +571,9 @@ def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
         async for event in told:
             if b'"finish_reason":"stop"' in event:
                 break
-        for _ in range(200):
-            if service.engine.health()["active_requests"] == 1:
-                break
+        while (num_active := service.engine.health()["active_requests"]) == 2:
             await asyncio.sleep(0.002)
-        assert service.engine.health()["active_requests"] == 1
+        assert num_active == 1
         answer.cancel()
         await until_idle(service)
 
@@ -585,23 +583,20 @@ def test_a_text_that_met_its_stop_string_stops_while_the_others_go_on():
 
 def test_other_requests_go_on_while_a_long_prompt_is_read():
     async def test(service):
-        longest, read_at = 0.0, []
-
         async def read():
             with pytest.raises(OpenAIError, match="prompt: got .* tokens; expected at most 3,999") as raised:
                 await service.accept(json.dumps({"prompt": ["a " * 1500] * 800 + ["a " * 4500]}).encode(), False)
             assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
-            read_at.append(time.monotonic())
 
+        num_turns, here, everywhere = 0, time.thread_time(), time.process_time()
         reading = asyncio.create_task(read())
-        began = last = time.monotonic()
         while not reading.done():
             await asyncio.sleep(0.001)
-            now = time.monotonic()
-            longest, last = max(longest, now - last), now
+            num_turns += 1
         await reading
-        took = read_at[0] - began
-        assert longest < took / 2, f"the event loop stood still for {longest:.2f} s of {took:.2f} s"
+        here, everywhere = time.thread_time() - here, time.process_time() - everywhere
+        assert num_turns > 20 and here < everywhere / 2, f"{num_turns} turns of the event loop, {here:.2f} s of " \
+            f"{everywhere:.2f} s of processor time in its thread"
 
     run(test)
 

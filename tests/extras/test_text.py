@@ -410,10 +410,10 @@ def test_a_token_costs_the_same_at_any_length(name):
         for _ in range(3):
             stream = TextStream(tokenizer, stop=["User:", "aabb", "the cats"])
             stream.push(tokens[:first])
-            began = time.perf_counter()
+            began = time.thread_time()
             for token in tokens[first:last]:
                 stream.push([token])
-            best = min(best, (time.perf_counter() - began) / (last - first))
+            best = min(best, (time.thread_time() - began) / (last - first))
         return best
 
     seconds_a_token(0, 2000)
@@ -429,10 +429,10 @@ def test_tokens_that_become_no_text_cost_no_more(name, token):
     tokenizer = tokenizer_named(name)
     stream, runs = TextStream(tokenizer, stop=["aaab"]), []
     for _ in range(4):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(5000):
             stream.push([tokenizer.token_to_id(token)])
-        runs.append(time.perf_counter() - began)
+        runs.append(time.thread_time() - began)
     assert min(runs[2:]) < 6 * min(runs[:2])
     assert len(stream.finish()) in (20_000, 0)
 

@@ -353,7 +353,7 @@ def test_a_reader_that_goes_costs_no_file(tmp_path):
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.stdout.close()
-    assert process.wait(timeout=30) == 0 and process.stderr.read() == ""
+    assert process.wait(timeout=120) == 0 and process.stderr.read() == ""
     process.stderr.close()
     assert read_result(tmp_path / "r.json")["n"] == 2
 
@@ -382,7 +382,7 @@ def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     process.stderr.readline()                        # the first iteration
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "0 of 4 requests were done" in error and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["long.json"]

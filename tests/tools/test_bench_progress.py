@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batch_manager.tools.bench import progress
+from batch_manager.tools.bench import client, progress
 from batch_manager.tools.bench.client import Client, Receipt
 from batch_manager.tools.bench.progress import Progress, duration
 
@@ -18,19 +18,26 @@ class Terminal(io.StringIO):
         return True
 
 
-def made(file=None, label=""):
+def made(file=None, label="", started=None):
     client = Client()
     client._receipts = {0: Receipt([7] * 10, [1.0] * 10), 1: Receipt([7] * 2, [1.0] * 2), 2: Receipt(arrival_s=60.0)}
-    client._num_open, client._started = 2, time.perf_counter() - 2.0
+    client._num_open, client._started = 2, time.perf_counter() - 2.0 if started is None else started
     manager = SimpleNamespace(health=lambda: {"active_requests": 1})
     return Progress(client, manager, REQUESTS, label, file=file)
 
 
-def test_the_state_follows_from_the_receipts():
-    state = made().state()
+def wait_for(text, file):
+    give_up = time.monotonic() + 20
+    while text not in file.getvalue():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_the_state_follows_from_the_receipts(monkeypatch):
+    monkeypatch.setattr(client, "time", SimpleNamespace(perf_counter=lambda: 102.0))
+    state = made(started=100.0).state()
     assert (state.done, state.total, state.active, state.queued) == (1, 3, 1, 0)
-    assert state.tokens_per_s == pytest.approx(6.0, rel=0.2)
-    assert 57 < state.left_s <= 58.1                  # the last request has yet to arrive
+    assert (state.tokens_per_s, state.left_s) == (6.0, 58.0)        # the last request has yet to arrive
     assert state.words().startswith("1 of 3 requests, 6 tokens/s, 1 active, 0 queued, 58 s left")
 
 
@@ -38,7 +45,7 @@ def test_without_a_terminal_there_are_lines(monkeypatch):
     monkeypatch.setattr(progress, "LINE_PERIOD_S", 0.02)
     file = io.StringIO()
     with made(file, "concurrency 2, 1 of 3"):
-        time.sleep(0.2)
+        wait_for("\n", file)
     lines = file.getvalue().splitlines()
     assert lines and all(line.startswith("concurrency 2, 1 of 3: 1 of 3 requests, ") for line in lines)
 
@@ -49,7 +56,7 @@ def test_in_a_terminal_there_is_a_bar_and_nothing_of_it_stays(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
     with made(file, "a label"):
-        time.sleep(0.3)
+        wait_for("1 of 3 requests", file)
     drawn = file.getvalue()
     assert "a label" in drawn and "1 of 3 requests" in drawn and drawn.endswith("\x1b[2K")
 
@@ -59,7 +66,7 @@ def test_without_rich_a_terminal_gets_lines(monkeypatch):
     monkeypatch.setattr(progress, "find_spec", lambda name: None)
     file = Terminal()
     with made(file):
-        time.sleep(0.2)
+        wait_for("\n", file)
     assert file.getvalue().startswith("1 of 3 requests, ") and "\x1b" not in file.getvalue()
 
 

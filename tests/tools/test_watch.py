@@ -403,7 +403,7 @@ def test_whoever_reads_the_lines_may_leave(tmp_path):
                                stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert process.stdout.readline().startswith(b"time=")
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(20)) == (b"", 0)
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
 
 
 def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
@@ -413,7 +413,7 @@ def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
                                stderr=subprocess.PIPE, env=ENVIRONMENT)
     assert process.stdout.readline().startswith(b"time=")
     process.send_signal(signal.SIGINT)
-    assert (process.communicate(timeout=20)[1], process.returncode) == (b"", 130)
+    assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 130)
 
 
 # ---------------------------------------------------------------------- in a terminal
@@ -458,7 +458,7 @@ class Terminal:
         while self._read():
             pass
         os.close(self.master)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 def has_cursor(written):
