@@ -17,8 +17,7 @@ from batch_manager.tools.gpu_report.goals import ALL, GOALS
 from batch_manager.tools.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
 from batch_manager.tools.gpu_report.sections import EAGER, SECTIONS, WITH_BUDGET, Section, chosen, functions
 
-RUN = [section.name for section in SECTIONS if section.name != "transformers" and (
-    not section.name.endswith(EAGER) or section.name == "small-steps-eager")]
+RUN = [section.name for section in SECTIONS if section.name != "transformers" and not section.name.endswith(EAGER)]
 
 PEER_ATTENTION = """
 import torch
@@ -42,8 +41,7 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 def dry_run(tmp_path_factory):
     """Return (records, output folder, stderr) of a dry run in its own process. The run measures a peer's attention too.
 
-    The run leaves out transformers, which takes seconds to import and has its own test, and all sections without graphs
-    but one.
+    The run leaves out transformers, which takes seconds to import and has its own test, and the sections without graphs.
     """
     folder = tmp_path_factory.mktemp("report")
     peers = folder / "peers"
@@ -70,9 +68,9 @@ def test_a_dry_run_comes_to_every_goal_and_has_no_numbers(dry_run):
 def test_engines_are_measured_with_graphs_and_the_report_has_two_files(dry_run):
     lines, folder, _ = dry_run
     labels = {(line["goal"], line["case"].partition(",")[0].partition(":")[0]) for line in lines}
-    engines = {"G3", "G3b-135M", "G3b-1B", "G4", "G4-share", "G8", "G8-overlap", "G6", "G6-share", "G7", "G9", "fact"}
+    engines = {"G3", "G3b-135M", "G3b-1B", "G4", "G4-share", "G8", "G8-overlap", "G6", "G6-share", "G7", "G9", "fact",
+               "profile"}
     assert {goal for goal, label in labels if label == "graphs"} == engines
-    assert {goal for goal, label in labels if label == "eager"} == {"G3b-135M", "G3b-1B"}
     assert sorted(path.name for path in folder.iterdir()) == ["gpu_report.jsonl", "gpu_report.md"]
 
 
@@ -99,8 +97,20 @@ def test_the_sections_are_those_that_have_code_and_report_every_goal():
     for given, has_rates, expected in (
             (["sampling", "headline"], False, ["rates", "headline", "sampling"]), (["headline"], True, ["headline"]),
             (["correctness"], False, ["correctness"]), ([], True, names[1:])):
-        assert [section.name for section in chosen(given, has_rates=has_rates)] == [
-            name for name in expected if name in names]
+        assert [section.name for section in chosen(given, has_rates=has_rates)] == expected
+
+
+def test_a_section_without_graphs_runs_unless_there_were_none(tmp_path, monkeypatch):
+    from batch_manager.tools.gpu_report import decode_steps
+    from batch_manager.tools.gpu_report.engines import graphless
+    from batch_manager.tools.gpu_report.shapes import LLAMA_1B, LLAMA_135M
+
+    monkeypatch.setattr(decode_steps, "run_small", lambda bench, graphs: iter([graphs]))
+    bench, run = dry_bench(tmp_path), functions()["small-steps-eager"]
+    assert list(run(bench)) == [False]
+    for shape, expected in ((LLAMA_135M, [False]), (LLAMA_1B, [])):
+        graphless(bench, shape).write_text("no graphs were captured")
+        assert list(run(bench)) == expected
 
 
 def test_every_kernel_is_compared_by_value(dry_run):
@@ -125,8 +135,8 @@ def test_the_fastest_settings_are_written_as_code(dry_run):
     text = (folder / "gpu_report.md").read_text()
     for function in ("decode_settings", "context_settings", "settings_of_few_rows", "decode_work_list"):
         assert f"`{function}` in triton_kernels/" in text
-    cases = [line["case"] for line in lines if line["goal"] == "settings"]
-    assert len(cases) == len(set(cases)) >= 14 and "| rate | predicted |" in text
+    cases = [line["case"] for line in lines if line["goal"] in ("settings", "sampling", "decode-split")]
+    assert len(cases) == len(set(cases)) >= 25 and "| rate | predicted |" in text
 
 
 @pytest.mark.parametrize("names, chosen", [(("block_size",), "block_size"), (("page_size",), "page_size"),
@@ -287,7 +297,7 @@ def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
 
 @pytest.mark.parametrize("ends, grace_seconds, expected", [
     (lambda: time.sleep(600), 0.3, "killed at its limit"),
-    (lambda: os.kill(os.getpid(), signal.SIGSEGV), 60, "SIGSEGV"), (lambda: os._exit(3), 60, "status 3")])
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), 60, "SIGKILL"), (lambda: os._exit(3), 60, "status 3")])
 def test_a_process_that_hangs_or_ends_costs_what_it_has_not_reported(run, monkeypatch, ends, grace_seconds, expected):
     from batch_manager.tools.gpu_report import processes
 
@@ -443,6 +453,25 @@ def test_busy_time_counts_what_overlaps_once():
     found = activity_of([(0.0, 10.0, "a"), (5.0, 12.0, "b"), (20.0, 30.0, "Memcpy HtoD (Pinned -> Device)"),
                          (22.0, 24.0, "c"), (40.0, 41.0, "Memset (Device)")])
     assert (found.busy_seconds, found.launches, found.uploads) == (pytest.approx(23e-6), 3, 1)
+    assert found.gaps == pytest.approx([8e-6, 10e-6])
+    assert found.kernels["b"] == (1, pytest.approx(7e-6)) and len(found.kernels) == 5
+
+
+def test_a_step_is_listed_by_kernel():
+    from types import SimpleNamespace
+
+    from batch_manager.tools.gpu_report.device_clock import activity_of
+    from batch_manager.tools.gpu_report.step_profile import MOST_KERNELS, by_kernel
+
+    spans = [(100.0 * step + 2 * number, 100.0 * step + 2 * number + 1, name) for step in range(2)
+             for number, name in enumerate(["decode"] * 3 + ["norm"] + [f"small {one}" for one in range(MOST_KERNELS)])]
+    made = SimpleNamespace(label="graphs", shape=SimpleNamespace(name="a model"), note="")
+    first, *rest, others, gaps = [record.line(HEADER, dry=False) for record in by_kernel(
+        made, "2 of 3 tokens", activity_of(spans), 2, 100e-6)]
+    assert (first["case"], first["numerator"], first["ratio"]) == ("graphs, a model, 2 of 3 tokens: decode", 3, 0.03)
+    assert first["note"] == "3 a step, 1.00 us each" and len(rest) == MOST_KERNELS - 1
+    assert others["case"].endswith(": other kernels") and others["note"] == "2 a step"
+    assert gaps["numerator"] == (2 * 23 + 53) / 2 and gaps["note"].startswith("10 %: 1.00 us; 50 %: 1.00 us")
 
 
 def test_steps_are_timed_where_the_whole_batch_generates():

@@ -15,6 +15,7 @@ from batch_manager.tools.gpu_report import (
     latency,
     published_workloads,
     shapes,
+    step_profile,
 )
 from batch_manager.tools.gpu_report.bench import Bench
 from batch_manager.tools.gpu_report.decode_steps import Case, Size
@@ -30,7 +31,9 @@ SECTIONS = {
     "large": (decode_steps, {"STEPS": 4, "LARGE": Case("G3", TINY, 1, (Size(2, 20, 1), Size(3, 20, 1)), runs=1)},
               ["G3", "G3"]),
     "idle": (idle, {"BATCH": 2, "CONTEXT": 20, "STEPS": 6, "WATCHED_STEPS": 3, "KV_TOKENS": 512, "LLAMA_135M": TINY},
-             ["G4", "G4-share", "fact", "fact", "G8", "G8-overlap"]),
+             ["G4", "G4-share", "fact", "fact", *["profile"] * 3, "G8", "G8-overlap"]),
+    "profile": (step_profile, {"BATCH": 2, "CONTEXT": 20, "STEPS": 6, "WATCHED_STEPS": 3, "KV_TOKENS": 512,
+                               "QWEN3_600M": TINY}, ["profile"] * 3),
     "headline": (headline, {"COUNT": 2, "headline_workload": lambda: DRY, "QWEN3_600M": TINY},
                  ["G6", "G6-share", "G6-peer"]),
     "latency": (latency, {"COUNT": 4, "RATE": 100.0, "PROMPTS": Lengths(8, 0.3, 4, 12), "LLAMA_1B": TINY,

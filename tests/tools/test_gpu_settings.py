@@ -14,7 +14,6 @@ from batch_manager.tools.gpu_report.settings_candidates import (
     context_candidates,
     decode_candidates,
     fused_candidates,
-    part_candidates,
 )
 from batch_manager.tools.gpu_report.settings_code import (
     Best,
@@ -127,7 +126,6 @@ def test_candidates_begin_with_the_present_settings_and_fit_the_device():
         for one in found:
             rows = one.columns * (2 if key[2] else 1) + 16
             assert one.num_stages == 1 or one.num_stages * rows * one.step * 2 <= H100.shared_bytes
-    assert part_candidates()[0] == Parts(MIN_PAGES_PER_PART, ROUNDS)
 
 
 def test_settings_that_fail_or_give_wrong_results_are_not_timed(tmp_path):
@@ -137,7 +135,7 @@ def test_settings_that_fail_or_give_wrong_results_are_not_timed(tmp_path):
     from batch_manager.tools.gpu_report.device_clock import DryClock
     from batch_manager.tools.gpu_report.settings import _timed
 
-    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path, tmp_path)
+    bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path)
 
     def fails():
         raise RuntimeError("out of resource: shared memory\nmore")

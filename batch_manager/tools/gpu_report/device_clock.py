@@ -48,11 +48,15 @@ class DeviceActivity:
     busy_seconds   time in which at least one kernel, copy or fill ran
     launches       number of kernels that ran
     uploads        number of copies from the host to the device
+    kernels        name of a kernel, copy or fill -> (how often it ran, seconds in all)
+    gaps           seconds between the end of a kernel, copy or fill and the start of the next, without overlaps
     """
 
     busy_seconds: float
     launches: int
     uploads: int
+    kernels: dict[str, tuple[int, float]]
+    gaps: list[float]
 
 
 class GpuClock:
@@ -147,11 +151,17 @@ def activity_of(spans: list[tuple[float, float, str]]) -> DeviceActivity:
     spans   (begin, end, name) of each kernel and copy, in microseconds
     """
     busy, reached = 0.0, float("-inf")
-    for begin, end, _ in sorted(spans):
+    kernels: dict[str, tuple[int, float]] = {}
+    gaps = []
+    for begin, end, name in sorted(spans):
         busy += max(0.0, end - max(begin, reached))
+        if float("-inf") < reached < begin:
+            gaps.append((begin - reached) / 1e6)
         reached = max(reached, end)
+        count, seconds = kernels.get(name, (0, 0.0))
+        kernels[name] = count + 1, seconds + (end - begin) / 1e6
     copies = [name for _, _, name in spans if name.startswith(("Memcpy", "Memset"))]
-    return DeviceActivity(busy / 1e6, len(spans) - len(copies), sum("HtoD" in name for name in copies))
+    return DeviceActivity(busy / 1e6, len(spans) - len(copies), sum("HtoD" in name for name in copies), kernels, gaps)
 
 
 class DryClock:

@@ -21,6 +21,7 @@ from ..bench.errors import BenchmarkError
 from ..bench.request_options import RequestOptions
 from ..bench.warm_up import warm_up_requests
 from .bench import Bench
+from .device_clock import DeviceActivity
 from .records import NOT_REACHED, Record
 from .shapes import TINY, Shape
 
@@ -258,6 +259,50 @@ def engine(bench: Bench, shape: Shape, *, max_batch: int, graphs: bool = True, k
         client.let_go()
         manager.shutdown(drain=False, timeout=30)
         bench.clock.forget()
+
+
+def watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> DeviceActivity:
+    """Return the activity of the device during `steps` iterations in which the whole batch generates.
+
+    The worker waits while the tracer starts and ends.
+
+    Raises BenchmarkError if the engine does not reach these iterations.
+    """
+    client, seen = made.client, 0
+
+    def all_generate(stamp: Stamp) -> bool:
+        return stamp.generating == batch and not stamp.contexts
+
+    def enough(stamp: Stamp) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen >= steps
+
+    client.hold_when(all_generate)
+    output = 2 * -(-batch * context // STEP_TOKENS) + steps + bench.pick(16, 2)
+    requests = equal_requests(made.shape, batch, context, output)
+    failures: list[BenchmarkError] = []
+
+    def serve() -> None:
+        try:
+            made.serve(requests)
+        except BenchmarkError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve, name="gpu_report serves")
+    thread.start()
+    try:
+        client.wait_until_held()
+        bench.clock.synchronize()
+        with bench.clock.watch() as found:
+            client.let_go_until(enough)
+            client.wait_until_held()
+    finally:
+        client.let_go()
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found[0]
 
 
 def not_reached(goal: str, case: str, reason: str) -> Record:

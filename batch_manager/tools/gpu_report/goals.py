@@ -51,6 +51,10 @@ _ROWS = (
     Goal("G8-overlap", "the same: two micro-batches / lockstep", None),
     Goal("G9", "time of four workloads on an 8B Llama at TensorRT-LLM's published FP8 rates on an H200 / measured time "
          "in bf16", 0.5),
+    Goal("profile", "time of a kernel, or of the gaps between kernels / time of a decode step", None),
+    Goal("sampling", "time of reading the logits of a step once / time of sampling its tokens", None),
+    Goal("decode-split", "decode attention with other parts of sequences, bytes of keys and values read per second / "
+         "copy bandwidth", None),
     Goal("settings", "time of a kernel with its present launch settings / with the settings of the case", None),
 )
 GOALS = {goal.name: goal for goal in _ROWS}

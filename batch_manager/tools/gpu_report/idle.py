@@ -1,15 +1,13 @@
 """Goal G4: idle time of the GPU between decode steps. Goal G8: gain from running ahead, and from two micro-batches."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ..bench.errors import BenchmarkError
 from .bench import Bench
-from .device_clock import DeviceActivity
-from .engines import STEP_TOKENS, Engine, Served, Stamp, engine, equal_requests, joined
+from .engines import Engine, Served, engine, joined, watch
 from .records import Record
 from .shapes import LLAMA_135M
+from .step_profile import by_kernel
 
 BATCH, CONTEXT, STEPS, WATCHED_STEPS = 256, 512, 200, 100
 GOOD_IDLE_US = 20.0
@@ -56,7 +54,7 @@ def _idle(bench: Bench, made: Engine, case: str, runs: list[Served]) -> Iterator
     """Yield records of the idle time: the time of an untraced step minus the busy time of a traced step."""
     batch, context, watched = bench.pick((BATCH, CONTEXT, WATCHED_STEPS), (2, 4, 1))
     times = [one.step_seconds(batch) for one in runs]
-    activity = _watch(bench, made, batch, context, watched)
+    activity = watch(bench, made, batch, context, watched)
     step, busy = min(times), activity.busy_seconds / watched
     idle, spread = max(step - busy, 0.0), max(times) / min(times) - 1
     yield Record("G4", case, idle * 1e6, GOOD_IDLE_US, "us", spread, note=made.note,
@@ -64,47 +62,4 @@ def _idle(bench: Bench, made: Engine, case: str, runs: list[Served]) -> Iterator
     yield Record("G4-share", case, idle * 1e3, step * 1e3, "ms", spread, note=made.note)
     yield Record("fact", f"{made.label}: kernels of a decode step", activity.launches / watched)
     yield Record("fact", f"{made.label}: copies to the device in a decode step", activity.uploads / watched)
-
-
-def _watch(bench: Bench, made: Engine, batch: int, context: int, steps: int) -> DeviceActivity:
-    """Return the activity of the device during `steps` iterations in which the whole batch generates.
-
-    The worker waits while the tracer starts and ends.
-
-    Raises BenchmarkError if the engine does not reach these iterations.
-    """
-    client, seen = made.client, 0
-
-    def all_generate(stamp: Stamp) -> bool:
-        return stamp.generating == batch and not stamp.contexts
-
-    def enough(stamp: Stamp) -> bool:
-        nonlocal seen
-        seen += 1
-        return seen >= steps
-
-    client.hold_when(all_generate)
-    output = 2 * -(-batch * context // STEP_TOKENS) + steps + bench.pick(16, 2)
-    requests = equal_requests(made.shape, batch, context, output)
-    failures: list[BenchmarkError] = []
-
-    def serve() -> None:
-        try:
-            made.serve(requests)
-        except BenchmarkError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=serve, name="gpu_report serves")
-    thread.start()
-    try:
-        client.wait_until_held()
-        bench.clock.synchronize()
-        with bench.clock.watch() as found:
-            client.let_go_until(enough)
-            client.wait_until_held()
-    finally:
-        client.let_go()
-        thread.join()
-    if failures:
-        raise failures[0]
-    return found[0]
+    yield from by_kernel(made, f"{BATCH} of {CONTEXT} tokens", activity, watched, step)

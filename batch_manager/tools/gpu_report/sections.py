@@ -34,6 +34,9 @@ WITH_BUDGET = (
     Section(RATES, "rates of copying and reading memory, and of matrix products", 10, ("denominator",)),
     Section(CORRECTNESS, "every kernel against its oracle, by value", 45, ("correctness",)),
     Section("headline", "256 requests of 100 to 1,024 tokens, Qwen3-0.6B", 40, ("G6", "G6-share")),
+    Section("profile", "a decode step by kernel: count, time and gaps; Qwen3-0.6B x 256", 30, ("profile",)),
+    Section("sampling", "greedy, temperature, top-k and top-p against reading the logits", 10, ("sampling",)),
+    Section("decode-split", "decode attention with several splits against copying", 20, ("decode-split",)),
     Section("decode-attention", "decode attention against copying", 30, ("G1", "G1-ragged", "G1b", "G1c")),
     Section("small-steps", "decode steps: 135M x 256, 1B x 1", 42, ("G3b-135M", "G3b-1B")),
     Section("large-steps", "decode steps: 8B x 32, 8B x 256", 65, ("G3",)),
@@ -66,6 +69,7 @@ def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:
         context_attention,
         correctness,
         decode_attention,
+        decode_split,
         decode_steps,
         denominators,
         facts,
@@ -75,7 +79,9 @@ def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:
         idle,
         latency,
         published_workloads,
+        sampling,
         settings,
+        step_profile,
         transformers_peer,
     )
     from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M, Shape
@@ -87,7 +93,8 @@ def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:
         "facts": (facts.run, (LLAMA_135M,))}
     return {
         RATES: denominators.run, CORRECTNESS: correctness.run, "decode-attention": decode_attention.run,
-        "context-attention": context_attention.run, "host-time": host_time.run, "fused-products": fused_products.run,
+        "context-attention": context_attention.run, "host-time": host_time.run, "profile": step_profile.run,
+        "sampling": sampling.run, "decode-split": decode_split.run, "fused-products": fused_products.run,
         "settings": settings.run, "transformers": transformers_peer.run,
         **{name: run for name, (run, _) in engines.items()},
         **{name + EAGER: partial(_without_graphs, run, shapes) for name, (run, shapes) in engines.items()}}

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
 from ...triton_kernels.device_limits import device_limits
 from ...triton_kernels.fused_linear_settings import settings_of_few_rows
 from ...triton_kernels.paged_attention_context import context_settings
@@ -25,12 +24,11 @@ from .engines import joined
 from .fused_products import Product, fused_launch, products_of, separate_launch, weights_of
 from .pages import Heads, PagedSequences, relative_error
 from .records import NOT_REACHED, Record
-from .settings_candidates import context_candidates, decode_candidates, fused_candidates, part_candidates
-from .settings_code import Parts, Trial, best_of, text_of
+from .settings_candidates import context_candidates, decode_candidates, fused_candidates
+from .settings_code import Trial, text_of
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY
 
 TRIAL_SECONDS = 1.5             # estimate, including the compilation of the kernel
-PARTS_SECONDS = 0.4             # the same without compilation
 WIDE, NARROW, SMALL = Heads(8, 4, 128), Heads(3, 3, 64), Heads(2, 2, 16)
 FUSED_ROWS = (1, 16)
 Launch = Callable[[int], torch.Tensor]
@@ -78,35 +76,16 @@ def _decode_trials(bench: Bench) -> Iterator[Trial]:
         block = bench.pick(64, 16)
         key = (heads.size, block, bench.dtype.itemsize)
         present = decode_settings(*key, limits)
-        found: list[Trial] = []
-        given = []
         for text, lengths, predicted in cases:
             case = f"decode, heads of {heads.size}, {text}"
             sequences = PagedSequences(bench, heads, lengths, tokens_per_block=block)
-            given.append((case, sequences, predicted))
             for settings in decode_candidates(present, *key, limits)[: bench.pick(None, 2)]:
                 bench.require(TRIAL_SECONDS)
                 with _replaced("paged_attention_decode", "decode_settings", settings):
                     timing, problem = _timed(bench, partial(sequences.decode, settings.resident_programs),
                                              sequences.decode_error)
-                found.append(Trial("decode_settings", key, case, settings, settings == present, timing,
-                                   _bandwidth(bench, sequences, timing), predicted, problem))
-                yield found[-1]
-        best = best_of(found)
-        if best is None:
-            continue
-        with _replaced("paged_attention_decode", "decode_settings", best.settings):
-            for case, sequences, predicted in given:
-                for parts in part_candidates()[: bench.pick(None, 2)]:
-                    bench.require(PARTS_SECONDS)
-                    is_present = parts == Parts(MIN_PAGES_PER_PART, ROUNDS)      # then nothing is split for nothing
-                    pages = None if is_present else parts.pages_per_part(
-                        sequences.lengths, block, heads.kv, best.settings.resident_programs)
-                    timing, problem = _timed(
-                        bench, partial(sequences.decode, best.settings.resident_programs, pages),
-                        sequences.decode_error)
-                    yield Trial("decode_work_list", (), case, parts, is_present, timing,
-                                _bandwidth(bench, sequences, timing), predicted, problem)
+                yield Trial("decode_settings", key, case, settings, settings == present, timing,
+                            _bandwidth(bench, sequences, timing), predicted, problem)
 
 
 def _bandwidth(bench: Bench, sequences: PagedSequences, timing: Any) -> str:

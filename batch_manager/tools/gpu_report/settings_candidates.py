@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
 from ...triton_kernels.fused_linear_settings import (
     FEW_ROWS,
     MOST_STAGES,
@@ -16,13 +15,11 @@ from ...triton_kernels.paged_attention_decode import (
     bytes_of_program,
     with_resident_programs,
 )
-from .settings_code import Parts
 
 DECODE_STAGES, DECODE_WARPS = (3, 4, 5, 2), (4, 8)
 # rows, keys, warps, stages
 CONTEXT = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 32, 8, 4), (128, 32, 8, 3), (64, 64, 4, 3),
            (64, 64, 4, 2), (64, 64, 4, 4), (16, 16, 4, 3))
-PARTS = ((4, 3), (4, 1), (4, 2), (4, 4), (4, 6), (2, 3), (8, 3), (16, 3))                       # least pages, rounds
 
 
 def decode_candidates(present: DecodeSettings, head_size: int, tokens_per_block: int, element_size_bytes: int,
@@ -31,10 +28,6 @@ def decode_candidates(present: DecodeSettings, head_size: int, tokens_per_block:
     tried = [with_resident_programs(stages, warps, page_bytes, limits) for warps in DECODE_WARPS
              for stages in DECODE_STAGES if bytes_of_program(stages, page_bytes) <= limits.shared_bytes]
     return list(dict.fromkeys([present, *tried]))
-
-
-def part_candidates() -> list[Parts]:
-    return list(dict.fromkeys([Parts(MIN_PAGES_PER_PART, ROUNDS), *(Parts(*one) for one in PARTS)]))
 
 
 def context_candidates(present: ContextSettings, tokens_per_block: int) -> list[ContextSettings]:
