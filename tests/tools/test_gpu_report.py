@@ -41,7 +41,7 @@ def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
 def dry_run(tmp_path_factory):
     """Return (records, output folder, stderr) of a dry run in its own process. The run measures a peer's attention too.
 
-    The run leaves out transformers, which takes seconds to import and has its own test, and the sections without graphs.
+    The run leaves out transformers, which takes seconds to import and has its own test, and sections without graphs.
     """
     folder = tmp_path_factory.mktemp("report")
     peers = folder / "peers"
