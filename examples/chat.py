@@ -22,6 +22,7 @@ from batch_manager import STATISTICS, BatchManagerError, FinishReason, KvCacheCo
 from batch_manager.extras.llm import LLM, Completion
 from batch_manager.extras.text import chat_prompt
 from batch_manager.extras.tokenizer import encode
+from batch_manager.tools.standard_output import reported
 
 HELP = """/regenerate   answer the last question again, with another seed
 /reset        start a new conversation
@@ -187,11 +188,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        raise SystemExit(main())
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):                 # BrokenPipeError: the reader of stdout is gone
-            print(f"chat: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        raise SystemExit(reported("chat", main))
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -39,6 +39,7 @@ from batch_manager import (
 )
 from batch_manager.extras.text import TextStream
 from batch_manager.tools.draw.text import render_text
+from batch_manager.tools.standard_output import reported
 
 MODEL = Path(__file__).resolve().parent / "models" / "austen-4m"
 TOKENS_PER_BLOCK = 16
@@ -466,12 +467,7 @@ def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     try:
-        status = run(options, parts or {})
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:                              # the reader, for example `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return run(options, parts or {})
     except BatchManagerError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
@@ -481,4 +477,4 @@ def main(argv: list[str] | None = None, parts: dict | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reported("quickstart", main))

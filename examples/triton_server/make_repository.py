@@ -20,6 +20,7 @@ import triton_settings  # noqa: E402
 
 import batch_manager  # noqa: E402
 from batch_manager.tools.command_parser import CommandParser  # noqa: E402
+from batch_manager.tools.standard_output import reported  # noqa: E402
 
 HOST_FILES = ("triton_host.py", "triton_metrics.py", "triton_settings.py")
 
@@ -172,4 +173,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(reported("make_repository", main))

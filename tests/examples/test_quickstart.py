@@ -59,6 +59,12 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         assert (process.wait(timeout=120), process.stderr.read()) == (0, "")
 
 
+def test_a_closed_standard_output_is_told_in_one_line():
+    run = subprocess.run(["sh", "-c", f"{sys.executable} examples/quickstart.py --max-new-tokens 2 >&-"], text=True,
+                         stderr=subprocess.PIPE, timeout=120, cwd=QUICKSTART.parents[1])
+    assert run.returncode == 2 and run.stderr.endswith("direct it elsewhere\n") and "Traceback" not in run.stderr
+
+
 def test_piped_it_prints_plain_lines_texts_statistics_and_the_schedule():
     result = subprocess.run([sys.executable, QUICKSTART], capture_output=True, text=True, encoding="utf-8", timeout=120)
     out = result.stdout
