@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
             print_report(options.report, result, points)
         except BrokenPipeError:                     # the reader closed the pipe, as `head` does
             discard_standard_output()
-        write_files(options, result, points, measurement.served)
+        finally:                                    # also if the standard output is closed or full
+            write_files(options, result, points, measurement.served)
     except (InputError, BatchManagerError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return WRONG_INPUT
