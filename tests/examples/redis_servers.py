@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import redis
 
 from batch_manager import FinishReason, InferenceRequest
+from tests.harness.ports import free_port
 from tests.resume.random_requests import outcomes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,9 +38,7 @@ class Server:
     """A Redis server that can be killed and started again without losing acknowledged writes."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.folder, self.url = folder, f"redis://127.0.0.1:{self.port}"
         self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=10)
         self.start()

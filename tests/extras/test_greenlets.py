@@ -1,6 +1,5 @@
 """gevent and eventlet: an engine whose threads would be greenlets is refused with the ways out, and these work."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from batch_manager import ConfigError
 from batch_manager.arguments import check_threads_are_real
+from tests.harness.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUNICORN = ("-b", "127.0.0.1:PORT", "--pythonpath", f"{REPOSITORY},FOLDER", "host:app")
@@ -60,12 +60,6 @@ def stream(pieces):
 
 pywsgi.WSGIServer(("127.0.0.1", int(sys.argv[2])), app, log=None).serve_forever()
 '''
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_a_sweep_of_the_concurrency_loads_once(setting, capsys):
     alone, together = result["points"]
     assert (alone["concurrency"], together["concurrency"]) == (1, 4)
     assert alone["output_tokens"] == together["output_tokens"] == TEN["output_tokens"]
-    assert alone["steps"] > together["steps"] and alone["wall_s"] > together["wall_s"]
+    assert alone["steps"] > together["steps"]
     assert alone["first_tokens"] == together["first_tokens"]
     table = capsys.readouterr().out.splitlines()
     assert table[1].startswith("concurrency 1") and table[2].startswith("concurrency 4")
@@ -404,10 +404,10 @@ def test_times_of_a_trace_count_from_the_arrival_of_the_client(setting):
 def test_a_rate_and_a_concurrency_together(setting):
     """Requests arrive at their rate; those above the limit wait in the client, and the wait is latency."""
     run, _ = setting
-    ((served, records),) = measured(TEN, "--request-rate", "2000", "--delays", "constant", "--concurrency", "2")
+    ((served, records),) = measured(TEN, "--request-rate", "1000000", "--delays", "constant", "--concurrency", "2")
     assert max(record["Active Request Count"] for record in records) == 2
     arrivals = [receipt.arrival_s for receipt in served.receipts.values()]
-    assert sorted(arrivals) == pytest.approx([number / 2000 for number in range(10)])
+    assert sorted(arrivals) == pytest.approx([number / 1_000_000 for number in range(10)])
     assert run("--request-rate", "50", "--concurrency", "2", "--out", "r.json") == 0
     result = read_result(Path("r.json"))
     assert (result["request_rate"], result["delays"], result["concurrency"]) == (50, "exponential", 2)

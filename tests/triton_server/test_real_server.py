@@ -7,7 +7,6 @@ import http.client
 import json
 import queue
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -28,23 +27,17 @@ if int(np.__version__.split(".")[0]) >= 2:
 
 import tritonclient.grpc as grpc  # noqa: E402
 
+from tests.harness.ports import free_port  # noqa: E402
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROMPT, LENGTH = [5, 6, 7, 8], 24
 LONG = {"input_ids": PROMPT, "request_output_len": 1000, "streaming": True}
 SECONDS_TO_START = 60
 
 
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 class Server:
     def __init__(self, folder):
-        self.http, self.grpc, self.metrics_port = free_ports(3)
+        self.http, self.grpc, self.metrics_port = (free_port() for _ in range(3))
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, EXAMPLES / "triton_server" / "make_repository.py", folder / "models", "--model",
