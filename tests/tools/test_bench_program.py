@@ -237,22 +237,32 @@ def test_a_rate_within_the_bounds_is_sustained_only_if_it_is_completed(setting):
     assert not any(point["sustained"] for point in result["points"][1:] if point["request_rate"] > most * 1.1)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.9])
-def test_no_rate_above_the_capacity_is_sustained(spread, monkeypatch):
-    """A server with a scripted clock completes 100 requests/s, one at a time. Poisson arrivals gave up to 240."""
-    capacity, requests = 100.0, make_workload(count=32, vocab_size=1000)
-    options = parse_options(["--model", "none", "--workload", "w.json", "--find-saturation", "--max-batch-size", "2"])
-    for seed in range(20):
+@pytest.mark.parametrize("count, seeds, tokens_of", [
+    (32, 20, lambda random: np.ones(32)), (32, 20, lambda random: random.uniform(1, 190, 32)),
+    (600, 2, lambda random: random.lognormal(3, 1.5, 600)), (600, 1, lambda random: np.repeat([10, 30], 300)),
+    (600, 1, lambda random: np.repeat([30, 10], 300))])
+def test_the_capacity_is_sustained_and_no_higher_rate(count, seeds, tokens_of, monkeypatch):
+    """A server with a scripted clock completes 100 requests/s on average, one at a time.
+
+    With Poisson arrivals, up to 240 seemed sustained; with one repetition of 600 requests, 109, or 69 with a longer
+    second half. The 2 %: a queue holds other requests of the workload in each quarter.
+    """
+    capacity, requests = 100.0, make_workload(count=count, vocab_size=1000)
+    options = parse_options(["--model", "none", "--workload", "w.json", "--find-saturation", "--max-batch-size", "2",
+                             "--max-probes", "16"])
+    for seed in range(seeds):
         options.random_seed = seed
-        seconds = np.random.default_rng(seed).uniform(1 - spread, 1 + spread, 32)
-        seconds *= 1 / capacity / seconds.mean()
+        tokens = tokens_of(np.random.default_rng(seed)).astype(int) + 1
+        for request, length in zip(requests["requests"], tokens.tolist(), strict=True):
+            request["max_tokens"] = length
+        seconds = tokens / tokens.mean() / capacity
         search = Measurement(options, requests)
         tried = []
 
         def serve(load, label, search=search, seconds=seconds, tried=tried):
             arrivals, finals, now = load.arriving(requests["requests"]), [], 0.0
             for request in arrivals:
-                now = max(now, request["arrival_s"]) + seconds[request["id"] % 32]
+                now = max(now, request["arrival_s"]) + seconds[request["id"] % count]
                 finals.append(now)
             search.points.append({
                 "failed": 0, "offered_rate": load.offered_rate(arrivals), "requests_s": len(finals) / now,
@@ -262,9 +272,9 @@ def test_no_rate_above_the_capacity_is_sustained(spread, monkeypatch):
             return search.points[-1]
         monkeypatch.setattr(search, "_serve", serve)
         found = search._find_saturation()
-        assert 0.9 * capacity < found.sustained <= capacity / SUSTAINED_SHARE
+        assert 0.9 * capacity < found.sustained <= 1.02 * capacity / SUSTAINED_SHARE
         assert not any(point["sustained"] for point, rate in zip(search.points[1:], tried[1:], strict=True)
-                       if rate > capacity / SUSTAINED_SHARE)
+                       if rate > 1.02 * capacity / SUSTAINED_SHARE)
 
 
 def test_repetitions_have_their_own_ids_and_cache_salts():
