@@ -30,6 +30,7 @@ from .runner import Runner
 from .steps import CALL_SECONDS, COMMIT, PREPARED, PYTHON, ROOT, STEPS
 
 KERNELS = "kernels.tar.xz"               # in the folder of --prepare: a Triton cache
+CUDA_PROGRAMS = ("/usr/local/cuda/bin", "/usr/local/nvidia/bin")       # of compute-sanitizer and nvidia-smi
 # Triton's cache depends on these variables.
 TRITON_VARIABLES = {"TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -58,7 +59,8 @@ def environment(scratch: Path, prepared: Path | None, *, is_dry: bool) -> dict[s
         link.symlink_to(Path("..") / "triton_kernels")
     folders = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **TRITON_VARIABLES, "TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+            "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), *CUDA_PROGRAMS])}
 
 
 def unpack_kernels(archive: Path, cache: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from batch_manager.tools.gpu_report.sections import SECTIONS
 from tests.first_quarter import __main__ as program
 from tests.first_quarter import runner
 from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
@@ -178,6 +179,15 @@ def test_commands_name_what_is_there():
                 path = argument.removeprefix("--ignore=")
                 assert not path.startswith("tests/") or (ROOT / path).exists(), argument
     assert "tests/runtime/test_native_backend.py" in gpu_test_files()
+
+
+def test_reports_run_sections_that_there_are_within_their_limits():
+    sections = {one.name: one for one in SECTIONS}
+    for one in STEPS:
+        if "--section" in one.command:
+            names = one.command[one.command.index("--section") + 1 :]
+            assert sum(sections[name].seconds for name in names) <= one.limit
+            assert one.dry[-len(names) :] == names
 
 
 def test_what_the_package_needs_is_there_or_carried():
