@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager.tools.gpu_report.sections import SECTIONS
+from batch_manager.tools.gpu_report.sections import CORRECTNESS, SECTIONS
 from tests.first_quarter import __main__ as program
 from tests.first_quarter import runner
 from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
@@ -186,7 +186,8 @@ def test_reports_run_sections_that_there_are_within_their_limits():
     for one in STEPS:
         if "--section" in one.command:
             names = one.command[one.command.index("--section") + 1 :]
-            assert sum(sections[name].seconds for name in names) <= one.limit
+            # The budget of the section `correctness` includes the compilation of its kernels, which are prepared.
+            assert sum(sections[name].seconds for name in names if name != CORRECTNESS) <= one.limit
             assert one.dry[-len(names) :] == names
 
 
