@@ -1,9 +1,4 @@
-"""A running request: its tokens and its state.
-
-    CONTEXT_INIT --last chunk done--> GENERATION_IN_PROGRESS --one token left--> GENERATION_TO_COMPLETE
-         ^                                     |                                        |
-         +------------- paused ----------------+         end id, length, stop, error    v
-                                               +--------------------------------> GENERATION_COMPLETE
+"""A running request: its tokens, and its state with the table of all its transitions.
 
 Other objects keep the blocks, sampling state, timings and deliveries of a request, by request id or by slot.
 """
@@ -13,7 +8,29 @@ from collections.abc import Hashable, Sequence
 from ..names import LlmRequestState
 from .retention import KvCacheRetentionConfig
 
-_GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
+CONTEXT, GENERATING, LAST_TOKEN, COMPLETE = (
+    LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE,
+    LlmRequestState.GENERATION_COMPLETE)
+# (state, event) -> next state. Nothing else changes a state; an event that is missing here is a fault of the caller.
+TRANSITIONS: dict[tuple[LlmRequestState, str], LlmRequestState] = {
+    (CONTEXT, "the last chunk is launched"): GENERATING,
+    (CONTEXT, "the last chunk is launched, for one token"): LAST_TOKEN,
+    (CONTEXT, "a launch is undone"): CONTEXT,
+    (GENERATING, "a launch is undone"): CONTEXT,
+    (LAST_TOKEN, "a launch is undone"): CONTEXT,
+    (GENERATING, "one token is left"): LAST_TOKEN,
+    (LAST_TOKEN, "one token is left"): LAST_TOKEN,
+    (GENERATING, "no token is left"): COMPLETE,
+    (LAST_TOKEN, "no token is left"): COMPLETE,
+    (CONTEXT, "a pause"): CONTEXT,
+    (GENERATING, "a pause"): CONTEXT,
+    (LAST_TOKEN, "a pause"): CONTEXT,
+    (CONTEXT, "an end"): COMPLETE,
+    (GENERATING, "an end"): COMPLETE,
+    (LAST_TOKEN, "an end"): COMPLETE,
+    (COMPLETE, "an end"): COMPLETE,
+}
+_GENERATING = (GENERATING, LAST_TOKEN)
 NO_SLOT = -1
 
 
@@ -36,7 +53,7 @@ class LlmRequest:
     retention           how long to keep the request's KV cache blocks; None: as long as other blocks
     in_lockstep         each step of the request must be read before the next one is launched, because the request has
                         beams or a user's function reads its tokens
-    state               see the diagram at the top of the file; a launched last chunk counts as done
+    state               see TRANSITIONS; a launched last chunk counts as done
     context_position    number of computed context tokens, those of launched steps included
     context_read        number of computed context tokens whose step was read
     seq_slot            row of the per-sequence state, NO_SLOT before activation
@@ -72,7 +89,7 @@ class LlmRequest:
         self.token_extra_ids = token_extra_ids
         self.retention = retention
         self.in_lockstep = in_lockstep or beam_width > 1
-        self.state = LlmRequestState.CONTEXT_INIT
+        self.state = CONTEXT
         self.context_position = self.context_read = 0
         self.seq_slot = NO_SLOT
         self.num_pauses = self.computed_before_pause = 0
@@ -108,7 +125,7 @@ class LlmRequest:
 
     @property
     def is_context(self) -> bool:
-        return self.state is LlmRequestState.CONTEXT_INIT
+        return self.state is CONTEXT
 
     @property
     def is_first_context_chunk(self) -> bool:
@@ -121,11 +138,11 @@ class LlmRequest:
     @property
     def is_started(self) -> bool:
         """Whether the request has computed tokens that a pause would discard."""
-        return self.state in _GENERATING or (self.state is LlmRequestState.CONTEXT_INIT and self.context_position > 0)
+        return self.state in _GENERATING or (self.state is CONTEXT and self.context_position > 0)
 
     @property
     def is_finished(self) -> bool:
-        return self.state is LlmRequestState.GENERATION_COMPLETE
+        return self.state is COMPLETE
 
     def skip_context(self, length: int) -> None:
         """Record that the first `length` tokens of the context are cached. The last token is always computed."""
@@ -137,13 +154,13 @@ class LlmRequest:
         assert self.is_context and 0 < chunk_length <= self.remaining_context
         self.context_position += chunk_length
         if self.context_position == self.prompt_len:
-            self.state = (LlmRequestState.GENERATION_IN_PROGRESS if self.max_new_tokens > 1
-                          else LlmRequestState.GENERATION_TO_COMPLETE)
+            self._note("the last chunk is launched" if self.max_new_tokens > 1
+                       else "the last chunk is launched, for one token")
 
     def unlaunch_context(self, start: int) -> None:
         """Undo the launch of the context tokens from position `start` on."""
-        assert not self.is_finished and self.context_read <= start <= self.context_position
-        self.state = LlmRequestState.CONTEXT_INIT
+        assert self.context_read <= start <= self.context_position
+        self._note("a launch is undone")
         self.context_position = start
 
     def read_context(self, end: int) -> None:
@@ -161,8 +178,7 @@ class LlmRequest:
         left = self.final_length - len(self.tokens[0])
         if left > 1:
             return False
-        assert self.is_generating
-        self.state = LlmRequestState.GENERATION_TO_COMPLETE if left else LlmRequestState.GENERATION_COMPLETE
+        self._note("one token is left" if left else "no token is left")
         return not left
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
@@ -194,7 +210,7 @@ class LlmRequest:
         left = self.final_length - self.num_tokens
         assert self.is_generating and left > 0
         if left == 1:
-            self.state = LlmRequestState.GENERATION_TO_COMPLETE
+            self._note("one token is left")
 
     def set_beams(self, generated: Sequence[Sequence[int]]) -> None:
         """Replace the output by the results of the search, best first. The output of a beam without a result becomes
@@ -204,7 +220,7 @@ class LlmRequest:
         self.tokens += [list(prompt) for _ in range(self.beam_width - len(generated))]
 
     def finish(self) -> None:
-        self.state = LlmRequestState.GENERATION_COMPLETE
+        self._note("an end")
 
     def num_recomputed(self, start: int, count: int) -> int:
         """Return how many of `count` context tokens from position `start` on were computed before a pause."""
@@ -226,10 +242,13 @@ class LlmRequest:
             del self.tokens[0][grown:]
             self.max_new_tokens -= grown - self.prompt_len
             self.prompt_len = grown
-        self.state = LlmRequestState.CONTEXT_INIT
+        self._note("a pause")
         self.context_position = self.context_read = 0
         self.num_pauses += 1
         self.computed_before_pause = max(self.computed_before_pause, num_computed)
+
+    def _note(self, event: str) -> None:
+        self.state = TRANSITIONS[self.state, event]
 
     def __repr__(self) -> str:
         return (f"LlmRequest({self.request_id}, {self.state.name}, prompt_len={self.prompt_len}, "

@@ -1,9 +1,14 @@
-"""add_a_token_to_each changes a list of requests in the same way as add_token, called for each request."""
+"""A request's state changes by the table of transitions alone, and tokens are added alike one by one and together."""
 
+import ast
+import inspect
 import random
 
+import pytest
+
 from batch_manager.names import LlmRequestState
-from batch_manager.requests.llm_request import LlmRequest, add_a_token_to_each
+from batch_manager.requests import llm_request
+from batch_manager.requests.llm_request import TRANSITIONS, LlmRequest, add_a_token_to_each
 
 
 def _generating(request_id: int, num_tokens_left: int) -> LlmRequest:
@@ -27,3 +32,17 @@ def test_a_token_for_each_is_add_token_for_each():
             one_by_one, together = ([request for request in requests
                                      if request.state is not LlmRequestState.GENERATION_COMPLETE]
                                     for requests in (one_by_one, together))
+
+
+def test_only_the_table_changes_a_state_and_each_of_its_events_happens():
+    tree = ast.parse(inspect.getsource(llm_request))
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    writers = {method.name for method in methods for node in ast.walk(method)
+               if isinstance(node, ast.Attribute) and node.attr == "state" and isinstance(node.ctx, ast.Store)}
+    assert writers == {"__init__", "_note"}
+    events = {text.value for method in methods for call in ast.walk(method)
+              if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "_note"
+              for text in ast.walk(call) if isinstance(text, ast.Constant) and isinstance(text.value, str)}
+    assert events == {event for _, event in TRANSITIONS}
+    with pytest.raises(KeyError, match="CONTEXT_INIT.*no token is left"):
+        LlmRequest(1, [1], 1).add_token(5)
