@@ -82,6 +82,13 @@ class Session:
     def numbers(self) -> tuple[int, int, int]:
         return self.number("threads()"), self.number("files()"), self.number("memory()")
 
+    def numbers_like(self, before: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the numbers when threads and files are as `before`, or after 20 s: threads take a moment to end."""
+        give_up = time.monotonic() + 20
+        while (now := self.numbers())[:2] != before[:2] and time.monotonic() < give_up:
+            time.sleep(0.1)
+        return now
+
     def close(self) -> None:
         self._ipython.close(force=True)
 
@@ -122,7 +129,7 @@ def interrupt_everywhere(session: Session) -> str:
     slowest = max(slowest, took)
     assert session.number("llm.close(drain=False)") == 1
     session.run("del llm, kept; n = gc.collect(); time.sleep(0.2)")
-    after = session.numbers()
+    after = session.numbers_like(before)
     assert after[:2] == before[:2], (before, after)
     assert slowest <= SECONDS_TO_OBEY, slowest
     return f"{in_constructor} of 5 constructors, generate and close interrupted, prompt back after {slowest:.2f} s"
@@ -148,7 +155,7 @@ def ten_engines(session: Session, is_closed: bool) -> str:
         assert 0 < one <= 2, f"{one} threads of one engine"
         session.run("del llm")
     session.run("n = gc.collect(); time.sleep(0.2)")
-    after = session.numbers()
+    after = session.numbers_like(before)
     assert after[:2] == before[:2], (before, after)
     assert after[2] - before[2] <= MORE_MEMORY_MIB, (before, after)
     return f"ten engines {'closed' if is_closed else 'in a cell run again'}: {after[2] - before[2]:+} MiB, " \

@@ -56,15 +56,26 @@ def test_every_line_is_answered_once(undisturbed):
     assert all(line["text"] and line["finish_reason"] in ("length", "end_id") for line in undisturbed.values())
 
 
+def stopped_in_the_middle(process, folder):
+    """Stop the process when it has written a line, by looking at it again and again while it is stopped."""
+    deadline = time.monotonic() + 120
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert state.si_code == os.CLD_STOPPED and time.monotonic() < deadline
+        if lines(folder):
+            return
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
     write(tmp_path, ROWS)
     with subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not lines(tmp_path):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(number)
+        stopped_in_the_middle(process, tmp_path)
+        process.send_signal(number)                           # SIGTERM arrives when the process continues
+        process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode in ((-signal.SIGKILL,) if number == signal.SIGKILL else (0, 1)), errors
     before = lines(tmp_path)

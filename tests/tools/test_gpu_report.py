@@ -296,7 +296,7 @@ def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
 
 
 @pytest.mark.parametrize("ends, grace_seconds, expected", [
-    (lambda: time.sleep(600), 0.3, "killed at its limit"),
+    (lambda: time.sleep(600), 2.0, "killed at its limit"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), 60, "SIGKILL"), (lambda: os._exit(3), 60, "status 3")])
 def test_a_process_that_hangs_or_ends_costs_what_it_has_not_reported(run, monkeypatch, ends, grace_seconds, expected):
     from batch_manager.tools.gpu_report import processes
