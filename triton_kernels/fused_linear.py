@@ -22,9 +22,14 @@ Source      tiled matrix product; norms as in rms_norm and layer_norm; written f
 
 Each program multiplies a tile of rows of x with several rows of the weight, prefetching several pieces of both. Up to
 FEW_ROWS rows are one small tile, and the product takes as long as reading the weight; more rows are divided into tiles
-of TILE_ROWS. With a norm, a program first reads its rows of x, once for RMSNorm and twice for LayerNorm, to compute the
-scale of each row; x is small and cached. No sum is split across programs, so the order of additions depends on the
-sizes and on the tile of rows alone. Intermediate results are rounded as in separate launches.
+of TILE_ROWS. No sum is split across programs, so the order of additions depends on the sizes and on the tile of rows
+alone. Intermediate results are rounded as in separate launches, but for RMSNorm.
+
+RMSNorm scales the product instead of x: a program multiplies x by the norm's weight, adds up the squares of x in the
+same loop, and scales the product by 1 / sqrt(mean(x^2) + epsilon). So n = x * (weight_offset + norm_weight) is rounded
+before the scale, and the error is as large as otherwise. float16 has too small a range for this n. With it, as with
+LayerNorm, a program reads its rows of x before the product, once for RMSNorm and twice for LayerNorm, to compute the
+scale of each row; x is small and cached.
 """
 
 import torch
@@ -33,7 +38,7 @@ import triton.language as tl
 
 from .activation import apply_activation, refuse_unknown_kind
 from .device_limits import device_limits
-from .fused_linear_settings import MOST_ROWS, fused_linear_settings
+from .fused_linear_settings import MOST_ROWS, fused_linear_settings, reads_of_x
 
 
 @triton.jit
@@ -71,6 +76,7 @@ def _fused_linear_kernel(
     N: tl.constexpr, K: tl.constexpr,                     # N: of out
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr,                                   # "none", "rms" or "layer"
+    READS: tl.constexpr,                                  # times that a program reads its rows of x
     HAS_BIAS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -95,7 +101,7 @@ def _fused_linear_kernel(
         for start in tl.range(0, K, STEP, num_stages=STAGES):
             total += _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
         mean = tl.sum(total, 1) / K
-    if NORM != "none":
+    if READS > 1:
         squares = tl.zeros([ROWS, STEP], tl.float32)
         for start in tl.range(0, K, STEP, num_stages=STAGES):
             x = _rows_of(x_row_ptr, row_inside, start, STEP, K).to(tl.float32)
@@ -106,6 +112,8 @@ def _fused_linear_kernel(
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
 
+    # Of a norm that scales the product. Sums of two squares, because one of each entry takes too many registers.
+    pairs = tl.zeros([ROWS, STEP // 2], tl.float32)
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, K, STEP, num_stages=STAGES):
@@ -114,11 +122,17 @@ def _fused_linear_kernel(
         if NORM != "none":
             inner = start + tl.arange(0, STEP)
             inner_inside = inner < K
+            norm_weight = tl.load(norm_weight_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32) + weight_offset
             normed = x.to(tl.float32)
             if NORM == "layer":
                 normed -= mean[:, None]
-            norm_weight = tl.load(norm_weight_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
-            normed = normed * scale[:, None] * (norm_weight + weight_offset)[None, :]
+            if READS > 1:
+                normed *= scale[:, None]
+            else:
+                pairs += tl.sum(tl.reshape(normed * normed, [ROWS, STEP // 2, 2]), 2)
+                # A sum of one term. It keeps the compiler from computing all of `normed` in every warp.
+                norm_weight = tl.sum(norm_weight[None, :], 0)
+            normed *= norm_weight[None, :]
             if NORM == "layer":
                 norm_bias = tl.load(norm_bias_ptr + inner, mask=inner_inside, other=0.0).to(tl.float32)
                 normed += norm_bias[None, :]
@@ -129,6 +143,11 @@ def _fused_linear_kernel(
             up_weight = _piece_of(weight_row_ptr + tl.full([], N, tl.int64) * K, column_inside, start, STEP, K,
                                   N % COLUMNS != 0)
             up = tl.dot(x, up_weight, up, input_precision="ieee")
+
+    if NORM == "rms" and READS == 1:
+        scale = tl.rsqrt(tl.sum(pairs, 1) / K + epsilon)
+        product *= scale[:, None]
+        up *= scale[:, None]
 
     if HAS_BIAS:
         product += bias.to(tl.float32)[None, :]
@@ -165,12 +184,12 @@ def fused_linear(x, weight, bias=None, norm_weight=None, norm_bias=None, epsilon
         return out
 
     norm = "none" if norm_weight is None else "rms" if norm_bias is None else "layer"
-    settings = fused_linear_settings(num_rows, in_size, out_size, gated, norm, x.element_size(), device_limits())
+    settings = fused_linear_settings(num_rows, in_size, out_size, gated, norm, x.dtype, device_limits())
     _fused_linear_kernel[(triton.cdiv(out_size, settings.columns), triton.cdiv(num_rows, settings.rows))](
         x, norm_weight, norm_bias, weight, bias, out, float(epsilon), float(weight_offset),
         num_rows, x.stride(0), out.stride(0),
         N=out_size, K=in_size, ROWS=settings.rows, COLUMNS=settings.columns, STEP=settings.step,
-        STAGES=settings.num_stages, NORM=norm,
+        STAGES=settings.num_stages, NORM=norm, READS=reads_of_x(norm, x.dtype),
         HAS_BIAS=bias is not None, KIND=activation or "none", GATED=gated, ADDS=residual is not None,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )

@@ -3,22 +3,21 @@
 Up to FEW_ROWS rows, a product takes as long as reading its weight. A fused product reads the weight at the same speed,
 so it pays if its programs together read at most MOST_READS times as many bytes of x as of the weight.
 
-With more rows, a fused product is a little slower than a library's, because each of its programs computes the norm of
-its rows again. It pays if its additional time is shorter than the time of the launches that it saves. The estimate
-divides a product into tiles of R rows of x and C rows of the weight, one per program. With T rows, K inputs, a weight
-of W rows, elements of e bytes and M multiprocessors, of which the busiest runs s = ceil(programs / M) programs, a
-product takes the longest of these times:
+With more rows, a fused product is a little slower than a library's, because each of its programs multiplies its rows by
+the norm's weight again, or computes their norm again. It pays if its additional time is shorter than the time of the
+launches that it saves. The estimate divides a product into tiles of R rows of x and C rows of the weight, one per
+program. With T rows, K inputs, a weight of W rows, elements of e bytes and M multiprocessors, of which the busiest runs
+s = ceil(programs / M) programs, a product takes the longest of these times:
 
     W K e / MEMORY                                            the device reads the weight from memory once
     (reads T ceil(W / C) + ceil(T / R) W) K e / (M CACHE)     all programs read their tiles from the L2 cache
     s (reads R + C) K e / PORT                                the busiest multiprocessor reads its tiles
     s 2 R C K / (MATRIX share)                                and multiplies them, at a share of the peak
 
-`reads` is how often a program reads its rows of x: 1 without a norm, 2 with an RMS norm, 3 with a layer norm. `share`
-is LIBRARY_SHARE or FUSED_SHARE. A library uses the fastest tile size of LIBRARY_TILES. Each separate launch of a norm,
-activation or sum takes LAUNCH_US. A norm and a gated activation also take the time to read and write their rows in
-the L2 cache. Half-empty tiles count as full ones, so all row counts with the same number of tiles get the same
-decision.
+`reads` is how often a program reads its rows of x; see `reads_of_x`. `share` is LIBRARY_SHARE or FUSED_SHARE. A library
+uses the fastest tile size of LIBRARY_TILES. Each separate launch of a norm, activation or sum takes LAUNCH_US. A norm
+and a gated activation also take the time to read and write their rows in the L2 cache. Half-empty tiles count as full
+ones, so all row counts with the same number of tiles get the same decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
 `python -m batch_manager.tools.gpu_report` measures the time of fused launches and of separate launches. The ratios
@@ -28,12 +27,15 @@ of these times are meant to replace the estimates here.
 import functools
 from typing import NamedTuple
 
+import torch
+
 MOST_ROWS = 256                     # rows of x; the limit of the kernel and of every decision
 FEW_ROWS = 16                       # rows of one small tile of x: the minimum of a matrix instruction
 TILE_ROWS = 64                      # rows of a tile of x if there are more: those of a Hopper matrix instruction
 ROW_COUNTS = (FEW_ROWS, *range(TILE_ROWS, MOST_ROWS + 1, TILE_ROWS))    # the largest row counts of equal settings
 MOST_STAGES = 5                     # pieces of the weight in flight, including the one in use
 MOST_SHARED_BYTES = 100 * 1024      # per program, so that two fit on a multiprocessor
+NARROW_RANGE = {torch.float16}      # dtypes that may not hold x times the norm's weight, without the norm's scale
 
 # Up to FEW_ROWS rows.
 COLUMNS = (64, 32, 16)              # columns of `out` per program, in order of preference; 16: see FEW_ROWS
@@ -70,7 +72,7 @@ class FusedLinearSettings(NamedTuple):
     num_stages: int
 
 
-def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size_bytes, limits) -> FusedLinearSettings:
+def fused_linear_settings(num_rows, in_size, out_size, gated, norm, dtype, limits) -> FusedLinearSettings:
     """Return the launch settings.
 
     All row counts up to FEW_ROWS get the same settings. Larger row counts get the same settings as each other if they
@@ -78,35 +80,42 @@ def fused_linear_settings(num_rows, in_size, out_size, gated, norm, element_size
 
     out_size   columns of the result: half of the rows of the weight when gated
     norm       the fused norm: "none", "rms" or "layer"
+    dtype      of x and the weight
     limits     a DeviceLimits
     """
     if num_rows <= FEW_ROWS:
-        return settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
-    return _plan(-(-num_rows // TILE_ROWS), in_size, out_size, gated, norm, element_size_bytes, limits)[1]
+        return settings_of_few_rows(in_size, out_size, gated, dtype.itemsize, limits)
+    return _plan(-(-num_rows // TILE_ROWS), in_size, out_size, gated, reads_of_x(norm, dtype), dtype.itemsize,
+                 limits)[1]
 
 
-def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, element_size_bytes, limits) -> bool:
+def is_fused(num_rows, in_size, out_size, gated, norm, saved_launches, dtype, limits) -> bool:
     """Whether the fused launch is expected to be faster than separate launches, for a step of `num_rows` rows.
 
     norm             the fused norm: "none", "rms" or "layer"
     saved_launches   number of launches that the fused launch saves. A norm that n products read counts as 1 / n of a
                      launch for each of them
     """
+    reads = reads_of_x(norm, dtype)
     if num_rows <= FEW_ROWS:
-        settings = settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits)
-        return _reads(norm) * num_rows <= MOST_READS * settings.columns * (2 if gated else 1)
+        settings = settings_of_few_rows(in_size, out_size, gated, dtype.itemsize, limits)
+        return reads * num_rows <= MOST_READS * settings.columns * (2 if gated else 1)
     # float32 has no matrix instruction that keeps its precision: large tiles of it are slow.
-    if num_rows > MOST_ROWS or element_size_bytes > 2:
+    if num_rows > MOST_ROWS or dtype.itemsize > 2:
         return False
     row_tiles = -(-num_rows // TILE_ROWS)
-    fused_us, _ = _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits)
+    fused_us, _ = _plan(row_tiles, in_size, out_size, gated, reads, dtype.itemsize, limits)
     return fused_us / EFFICIENCY < _separate_us(row_tiles, in_size, out_size, gated, norm, saved_launches,
-                                                element_size_bytes, limits)
+                                                dtype.itemsize, limits)
 
 
-def _reads(norm) -> int:
-    """Number of times that a program reads its rows of x."""
-    return {"none": 1, "rms": 2, "layer": 3}[norm]
+def reads_of_x(norm, dtype) -> int:
+    """Return the number of times that a program reads its rows of x.
+
+    1: without a norm, or with an RMSNorm that scales the product. 2: with an RMSNorm that scales x, because the dtype
+    is one of NARROW_RANGE. 3: with a layer norm.
+    """
+    return {"none": 1, "rms": 2 if dtype in NARROW_RANGE else 1, "layer": 3}[norm]
 
 
 @functools.cache
@@ -119,15 +128,15 @@ def settings_of_few_rows(in_size, out_size, gated, element_size_bytes, limits) -
 
 
 @functools.cache
-def _plan(row_tiles, in_size, out_size, gated, norm, element_size_bytes, limits) -> tuple[float, FusedLinearSettings]:
+def _plan(row_tiles, in_size, out_size, gated, reads, element_size_bytes, limits) -> tuple[float, FusedLinearSettings]:
     """Return (estimated time, settings) of the fastest fused launch with `row_tiles` tiles of TILE_ROWS rows."""
     num_rows, per_column = row_tiles * TILE_ROWS, 2 if gated else 1
-    times = {weight_rows: _product_us(num_rows, in_size, out_size * per_column, _reads(norm), (TILE_ROWS, weight_rows),
+    times = {weight_rows: _product_us(num_rows, in_size, out_size * per_column, reads, (TILE_ROWS, weight_rows),
                                       FUSED_SHARE, element_size_bytes, limits) for weight_rows in WEIGHT_ROWS}
     weight_rows = min(times, key=times.get)
     settings = _settings(TILE_ROWS, weight_rows // per_column, gated, TILE_STEP_BYTES, in_size, element_size_bytes,
                          limits)
-    return times[weight_rows] + PASS_US * (_reads(norm) - 1), settings
+    return times[weight_rows] + PASS_US * (reads - 1), settings
 
 
 def _settings(rows, columns, gated, step_bytes, in_size, element_size_bytes, limits) -> FusedLinearSettings:

@@ -83,7 +83,7 @@ class FusedStep:
 
     def _steps(self, num_rows: int) -> list[Operation | FusedProduct]:
         return fuse(self._recording, lambda *sizes: is_fused(
-            num_rows, *sizes, self._recording.dtype.itemsize, self._limits))
+            num_rows, *sizes, self._recording.dtype, self._limits))
 
 
 def _touched_by(step: Operation | FusedProduct) -> list[int]:

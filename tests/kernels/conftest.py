@@ -206,7 +206,7 @@ def assert_equals_oracle(run_kernel, run_oracle):
     fill outputs with NaN before the call, so that the comparison proves which entries are written.
     """
 
-    def check(module, *args, roundings=1, reduction, dtype, **kwargs):
+    def check(module, *args, roundings=1, reduction, dtype, interpreted=None, **kwargs):
         wide = _copies([*args, *kwargs.values()], torch.float64)
         wide_args, wide_kwargs = wide[: len(args)], dict(zip(kwargs, wide[len(args) :]))
         twin = _twin_of(module) if DEVICE == "cpu" else None
@@ -214,7 +214,7 @@ def assert_equals_oracle(run_kernel, run_oracle):
             copies = _copies([*args, *kwargs.values()])
             twin_args, twin_kwargs = copies[: len(args)], dict(zip(kwargs, copies[len(args) :]))
         expected = run_oracle(module, *wide_args, **wide_kwargs)
-        got = run_kernel(module, *args, **kwargs)
+        got = run_kernel(module, *args, interpreted=interpreted, **kwargs)
         compare(got, args, kwargs, expected, wide_args, wide_kwargs, dtype, roundings, reduction)
         if twin is not None:
             compare(twin(*twin_args, **twin_kwargs), twin_args, twin_kwargs, expected, wide_args, wide_kwargs, dtype,

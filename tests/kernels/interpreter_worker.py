@@ -1,10 +1,11 @@
 """Runs kernels in triton's interpreter, in a separate process that conftest.py starts.
 
 Reads requests from standard input: (module of the kernel, function, args, kwargs, options). The options choose how the
-interpreter runs, by functions of this file: "dots_in_one_order": True, "program_order": a seed, "noted_calls_of": a
-function of the module, "noted_atomics": True. It answers each request with (result, tensor arguments after the call),
-or with a traceback. With an option that notes something, the notes replace the result. A message consists of eight
-bytes with its length, and an object written by torch.save.
+interpreter runs, by functions of this file: "dots_in_one_order": True, "program_order": a seed, "replaced_settings":
+{name: value} of the module with the launch settings, "noted_calls_of": a function of the module, "noted_atomics": True.
+It answers each request with (result, tensor arguments after the call), or with a traceback. With an option that notes
+something, the notes replace the result. A message consists of eight bytes with its length, and an object written by
+torch.save.
 """
 
 import contextlib
@@ -79,6 +80,18 @@ def program_order(module, seed):
         yield
     finally:
         InterpreterBuilder.set_grid_idx = set_index
+
+
+@contextlib.contextmanager
+def replaced_settings(module, values):
+    """Replace constants of the module with the launch settings of the kernels of `module`."""
+    settings = importlib.import_module(f"{module.__name__}_settings")
+    before = {name: getattr(settings, name) for name in values}
+    vars(settings).update(values)
+    try:
+        yield
+    finally:
+        vars(settings).update(before)
 
 
 @contextlib.contextmanager

@@ -156,12 +156,26 @@ def test_fused_products_load_the_weight_in_the_widest_pieces_several_ahead(compi
 
 
 def test_fused_products_of_many_rows_load_several_pieces_ahead(compiled):
-    found = [record for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel") if "6 rows" in record["case"]]
-    assert len(found) == 4
+    found = [record for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel")
+             if re.search("[64] rows", record["case"])]
+    assert len(found) == 9
     for record in found:
         # A piece: 128 bytes of 64 rows of x and of at least 32 rows of the weight.
         assert record["LDGSTS.narrower"] == 0 and record["LDGSTS.128"] >= 6 * (record["stages"] - 1), record
         assert (record["stages"] - 1) * (64 + 32) * 128 >= 36 * 1024 and record["shared_bytes"] <= 100 * 1024, record
+
+
+def test_a_norm_that_scales_the_product_is_computed_once_for_all_warps(compiled):
+    """The loop multiplies each entry of x by the weight of the norm, and half of the entries by themselves.
+
+    Each thread has its share of the entries. In each warp, all entries would be four times as many multiplications.
+    """
+    found = [record for record in of_kernel(compiled["sm_90"], "_fused_linear_kernel")
+             if not re.search("GPT-2|100|float", record["case"])]
+    assert len(found) == 11
+    for record in found:
+        rows, entries = (64, 64) if "rows" in record["case"] else (16, 256)
+        assert record["FMUL in loops"] == [rows * entries // 128 * 3 // 2], record
 
 
 def test_fused_products_use_the_matrix_units(compiled):

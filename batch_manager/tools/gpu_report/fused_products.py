@@ -18,7 +18,7 @@ from .records import FAILED, Record
 from .shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, TINY, Shape
 
 ROWS = (1, 8, FEW_ROWS, *ROW_COUNTS[1:])
-MOST_INPUTS_OF_MANY_ROWS = 2048    # with more inputs, fused products of more than FEW_ROWS rows cannot pay
+MOST_INPUTS_OF_MANY_ROWS = 4096    # with more inputs, fused products of more than FEW_ROWS rows cannot pay
 WEIGHTS_BYTES = 200 << 20          # least size of the matrices in use, more than the cache holds
 MOST_WEIGHTS = 20
 
