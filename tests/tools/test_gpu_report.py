@@ -100,6 +100,20 @@ def test_the_sections_are_those_that_have_code_and_report_every_goal():
         assert [section.name for section in chosen(given, has_rates=has_rates)] == expected
 
 
+def test_the_sections_of_the_first_quarter_of_an_hour_fit_its_steps():
+    from tests.first_quarter.runner import REPORT_START_SECONDS
+    from tests.first_quarter.steps import STEPS
+
+    given = []
+    for step in STEPS:
+        if "--section" in step.command:
+            given += (names := step.command[step.command.index("--section") + 1 :])
+            seconds = sum(one.seconds for one in chosen(names, has_rates=step.name != "headline"))
+            assert seconds <= step.limit - REPORT_START_SECONDS or step.name in ("correctness-fp16", "correctness-fp32")
+    assert set(given) >= {"correctness", "headline", "profile", "sampling", "decode-split"}
+    assert set(given) <= {one.name for one in SECTIONS}
+
+
 def test_a_section_without_graphs_runs_unless_there_were_none(tmp_path, monkeypatch):
     from batch_manager.tools.gpu_report import decode_steps
     from batch_manager.tools.gpu_report.engines import graphless
@@ -280,6 +294,24 @@ def test_an_error_that_stays_in_its_process_costs_one_section(run, monkeypatch):
     assert outcomes(lines) == [("correctness", "philox", "measured"), ("correctness", "rms_norm", FAILED),
                                ("correctness", "layer_norm", FAILED), ("G7", "latency", "measured")]
     assert "rms_norm" in lines[3]["note"] and lines[3]["met"] is None
+
+
+def test_the_parent_never_uses_the_device(monkeypatch, tmp_path, capfd):
+    """Its children could not use it then."""
+    import torch
+
+    from batch_manager.tools.gpu_report.__main__ import main
+
+    parent = os.getpid()
+
+    def is_available():
+        assert os.getpid() != parent
+        return False
+
+    for module, name in ((torch.accelerator, "is_available"), (torch.cuda, "is_available"), (torch.cuda, "_lazy_init")):
+        monkeypatch.setattr(module, name, is_available)
+    assert main(["--out", str(tmp_path / "out")]) == 2
+    assert "torch finds no GPU" in capfd.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):

@@ -17,12 +17,13 @@ from .bench import Bench
 from .pages import Heads, PagedSequences, relative_error
 from .records import FAILED, Record
 
+CHECK_SECONDS = 0.8            # estimate for a kernel, including its compilation
 KERNELS = f"{__package__.rpartition('.tools.')[0]}.triton_kernels"
 
 
 def run(bench: Bench) -> Iterator[Record]:
     for name, check in CHECKS.items():
-        bench.require(2)
+        bench.require(CHECK_SECONDS)
         try:
             error = check(bench)
         except Exception as problem:

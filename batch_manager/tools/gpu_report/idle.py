@@ -12,7 +12,7 @@ from .step_profile import by_kernel
 BATCH, CONTEXT, STEPS, WATCHED_STEPS = 256, 512, 200, 100
 GOOD_IDLE_US = 20.0
 KV_TOKENS = BATCH * (CONTEXT + 2 * STEPS)
-LOAD_SECONDS, RUN_SECONDS, WATCH_SECONDS = 7, 2.5, 8           # estimates; the kernels have been compiled before
+LOAD_SECONDS, RUN_SECONDS, WATCH_SECONDS = 6, 2.5, 5           # estimates; the kernels have been compiled before
 
 
 def run(bench: Bench, graphs: bool = True) -> Iterator[Record]:

@@ -31,7 +31,7 @@ from .goals import GOALS
 from .records import FAILED, NOT_REACHED, Record, check, read
 from .sections import RATES, START_SECONDS, Section, functions, plan
 
-GRACE_SECONDS = 10.0          # after the latest end of a section, until its process is killed
+GRACE_SECONDS = 4.0          # after the latest end of a section, until its process is killed
 DUMP_SECONDS = 1.0            # for a killed process to print what it was doing
 PR_SET_PDEATHSIG = 1          # see prctl(2)
 
