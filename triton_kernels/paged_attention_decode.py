@@ -23,6 +23,8 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
+            counters                 [S, HK] int32, zeros   the last program of a split sequence combines its parts.
+                                                    None: `paged_attention_merge` combines them
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -36,7 +38,7 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             pool. It is not rotated again when tokens between it and the query leave the window.
             The partition of the work list affects only the last bits of the result.
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
-            its output is zero.
+            its output is zero. counters are zeros again after the launch.
 Needs       Every page with a visible key has finite numbers at all positions before the newest token's position.
             The other positions of a page are not read. No two sequences append to the same position of a block.
 Oracle      triton_kernels/reference/paged_attention_decode.py
@@ -45,7 +47,10 @@ Source      paged attention (Kwon et al. 2023), split over keys (Flash-Decoding,
 
 One program per work list row and kv head. The G query heads of the kv head are the rows of one matrix tile, padded to
 16; one page is one tile of keys. The program of an unsplit sequence writes to `out`; `paged_attention_merge` combines
-the parts of split sequences. The block id of the next page is loaded one iteration ahead; loading it in the same
+the parts of split sequences, or the programs do so themselves: each increases the counter of its sequence and kv head
+when it has written its part, and the one that finds all others there combines them, in the order of the parts. The
+barrier and the atomic operation, which releases and acquires at the scope of the GPU, make the parts of all programs
+visible to it. The block id of the next page is loaded one iteration ahead; loading it in the same
 iteration would take up the pipeline stages that keep pages in flight. Neither the number of parts nor the width of
 block tables recompiles the kernel.
 
@@ -100,16 +105,51 @@ def _rotated(row_ptr, keep, lane, norm_ptr, epsilon, weight_offset, cos, sin, D:
     return head
 
 
+@triton.jit
+def _combined(
+    partial_out_ptr, partial_lse_ptr, begin, end, first_head,
+    HQ: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    PARTS: tl.constexpr,                # partial results read at once
+):
+    """Return [GROUP_POW2, D_POW2]: the heads of a group, combined from the partial results begin .. end - 1.
+
+    See paged_attention_merge.py. The loads leave out the L1 cache, which may hold entries of an earlier launch.
+    """
+    member = tl.arange(0, GROUP_POW2)[:, None]
+    lane = tl.arange(0, D_POW2)[None, None, :]
+    top = tl.full([GROUP_POW2], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_POW2], tl.float32)
+    merged = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
+    for first in tl.range(begin, end, PARTS, num_stages=1):
+        part = first + tl.arange(0, PARTS)[None, :]
+        inside = (part < end) & (member < GROUP)
+        row = part.to(tl.int64) * HQ + first_head + member
+        lse = tl.load(partial_lse_ptr + row, mask=inside, other=-float("inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_out_ptr + row[:, :, None] * D + lane, mask=inside[:, :, None] & (lane < D), other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        pivot = tl.where(new_top > -float("inf"), new_top, 0.0)         # no part with a key so far: avoid -inf + inf
+        weight = tl.exp2(lse - pivot[:, None])
+        shrink = tl.exp2(top - pivot)
+        total = total * shrink + tl.sum(weight, 1)
+        merged = merged * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
+        top = new_top
+    return merged / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
 # Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
-    do_not_specialize_on_alignment=["block_table_ptr", "kv_length_ptr", "slot_ptr", "work_ptr"],
+    do_not_specialize_on_alignment=["block_table_ptr", "kv_length_ptr", "slot_ptr", "work_ptr", "part_start_ptr"],
 )
 def _decode_kernel(
     query_ptr, key_ptr, value_ptr, kv_pool_ptr, cos_ptr, sin_ptr, block_table_ptr, kv_length_ptr, slot_ptr, work_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out: unsplit sequences; the other two: split ones
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     query_norm_ptr, key_norm_ptr, epsilon, weight_offset,           # the first two are None without norms
+    part_start_ptr, counter_ptr,                          # counter_ptr: None if another launch merges the parts
     score_factor, window,                                 # see `score_factors`
     query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
     out_stride_s, table_stride,                           # likewise, and from one table row to the next
@@ -121,6 +161,7 @@ def _decode_kernel(
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
+    GROUP_POW2: tl.constexpr, PARTS: tl.constexpr,        # see _combined
 ):
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
     kv_head = tl.program_id(0)                            # heads vary fastest, so that the longest parts start first
@@ -267,8 +308,27 @@ def _decode_kernel(
         partial_row = partial.to(tl.int64) * HQ + head
         tl.store(partial_out_ptr + partial_row[:, None] * D + lane[None, :], result, mask=row_inside)
         tl.store(partial_lse_ptr + partial_row, top + tl.log2(total), mask=member < GROUP)
+        if counter_ptr is not None:
+            first_part = tl.load(part_start_ptr + sequence)
+            end_part = tl.load(part_start_ptr + sequence + 1)
+            counter_ptr += sequence * (HQ // GROUP) + kv_head
+            tl.debug_barrier()                            # one thread counts, after the stores of all
+            num_before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            if num_before == end_part - first_part - 1:
+                tl.debug_barrier()
+                tl.store(counter_ptr, 0)
+                merged = _combined(
+                    partial_out_ptr, partial_lse_ptr, first_part, end_part, kv_head * GROUP, HQ, GROUP, GROUP_POW2, D,
+                    D_POW2, PARTS,
+                )
+                merged_head = kv_head * GROUP + tl.arange(0, GROUP_POW2)[:, None]
+                tl.store(
+                    out_ptr + merged_head * D + lane[None, :], merged.to(out_ptr.dtype.element_ty),
+                    mask=(tl.arange(0, GROUP_POW2) < GROUP)[:, None] & (lane < D)[None, :],
+                )
 
 
+COMBINED_ENTRIES = 4096     # of partial results that a program combines at once: they fit into its registers
 REDUCTION_BYTES = 256       # upper bound of the shared memory in which the warps of a program exchange row sums
 
 
@@ -343,7 +403,7 @@ def _padded(size: int) -> int:
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
-    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
+    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0, counters=None,
 ):
     """Append the newest token of each sequence to its pages, and attend over them. Returns out.
 
@@ -361,6 +421,7 @@ def paged_attention_decode(
     assert block_table.stride(1) == 1 and kv_lengths.is_contiguous() and work_list.is_contiguous()
     if num_sequences == 0:
         return out
+    assert counters is None or counters.is_contiguous() and counters.numel() >= num_sequences * num_kv_heads
     assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
     assert sink_logits is None or sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
     score_factor, cap_log2 = score_factors(scale, softcap)
@@ -372,9 +433,11 @@ def paged_attention_decode(
     partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
     settings = decode_settings(head_size, tokens_per_block, query.element_size(), device_limits())
+    group_pow2 = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, len(work_list))](
         query, key, value, kv_pool, cos_table, sin_table, block_table, kv_lengths, slots, work_list,
         out, partial_out, partial_lse, alibi_slopes, sink_logits, query_norm, key_norm, epsilon, weight_offset,
+        work_list if part_starts is None else part_starts, counters,
         score_factor, window or 0,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=_padded(group),
@@ -384,6 +447,9 @@ def paged_attention_decode(
         CAP_LOG2=cap_log2,
         HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
         HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
+        GROUP_POW2=group_pow2, PARTS=max(COMBINED_ENTRIES // (group_pow2 * _padded(head_size)), 1),
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
-    return out if part_starts is None else paged_attention_merge(partial_out, partial_lse, part_starts, out)
+    if part_starts is None or counters is not None:
+        return out
+    return paged_attention_merge(partial_out, partial_lse, part_starts, out)

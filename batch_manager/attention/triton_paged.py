@@ -36,6 +36,11 @@ from .interface import (
     refuse_wrong_sink_logits,
 )
 
+# Whether the decode kernel itself combines the parts of split sequences, instead of a second launch. It depends on the
+# order of memory operations, which no test without a GPU shows. On NVIDIA GPUs, set it to True when
+# `python -m tests.attention.repeated_merges` has found the same bits in 10,000 launches.
+MERGES_IN_DECODE = False
+MOST_MERGED_SIZE = 128             # entries of a head; with more, too few registers are left for a second program
 # Rows of a tile with `deterministic`: the minimum of a matrix instruction, because most sequences have one row.
 UNIFORM_ROWS = 16
 
@@ -62,6 +67,7 @@ class TritonPagedAttention:
         self.layer_pools = kv_pool.unbind(1)                       # [N, 2, kv heads, B, D] each
         tensors = {slopes: torch.tensor(slopes, dtype=torch.float32, device=kv_pool.device)
                    for slopes in dict.fromkeys(layer.alibi_slopes for layer in spec.attention) if slopes is not None}
+        self._counters: list[torch.Tensor] = []
         self.slopes = [tensors.get(layer.alibi_slopes) for layer in spec.attention]
         self.deterministic = deterministic
         self.uniform_rows = UNIFORM_ROWS if deterministic else None
@@ -186,7 +192,19 @@ class TritonPagedAttention:
                                     merged_rows=merged_rows, num_partials=num_partials, **more)
         if self._generation is not None:
             rows, given = self._generation_rows, self._generation
+            if MERGES_IN_DECODE and device_limits().rows_pass_shared and query.shape[2] <= MOST_MERGED_SIZE:    # NVIDIA
+                more["counters"] = self._merge_counters(len(given.kv_lengths))
             paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,
                                    *given.work[attention.window], attention.scale, attention.window,
                                    slots=given.table_rows, out=result[rows], sink=self.sink, **before, **more)
         return result.flatten(1)
+
+    def _merge_counters(self, num_rows: int) -> torch.Tensor:
+        """Return zeros that all layers use in turn, at least one for each row and kv head.
+
+        Captured graphs use earlier tensors, which are therefore kept.
+        """
+        needed = num_rows * self.layer_pools[0].shape[2]
+        if not self._counters or self._counters[-1].numel() < needed:
+            self._counters.append(torch.zeros(2 * needed, dtype=torch.int32, device=self.layer_pools[0].device))
+        return self._counters[-1]

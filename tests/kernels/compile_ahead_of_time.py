@@ -106,7 +106,7 @@ def norms_of_heads(head_size):
 
 
 def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None,
-           slopes=None, sink_logits=False, dtype=torch.bfloat16, has_norms=False):
+           slopes=None, sink_logits=False, dtype=torch.bfloat16, has_norms=False, merges=False):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
@@ -115,6 +115,7 @@ def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, s
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
         sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
         **of_heads(group * num_kv_heads, slopes, sink_logits), **(norms_of_heads(head_size) if has_norms else {}),
+        counters=integers(32, num_kv_heads) if merges else None,
     )
 
 
@@ -247,6 +248,8 @@ CASES = {
     "decode D80 a quarter rotates": lambda: decode(80, 1, rotation=tables(80, 20)),
     "decode D128 G2 norms": lambda: decode(128, 2, has_norms=True),
     "decode D256 G2 norms window": lambda: decode(256, 2, num_kv_heads=4, window=512, has_norms=True),
+    "decode D128 G4 merges": lambda: decode(128, 4, merges=True),
+    "decode D64 G3 merges": lambda: decode(64, 3, num_kv_heads=3, merges=True),
     "decode D64 window": lambda: decode(64, 4, window=4096),
     "decode D128 window sinks": lambda: decode(128, 4, window=4096, sink=4),
     "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
@@ -424,10 +427,23 @@ def nvidia_figures(kernel, with_instructions):
             copies = re.findall(r"\bLDGSTS\S*", sass)                          # asynchronous loads to shared memory
             figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
+            figures["counted after a barrier"] = counted_after_a_barrier(kernel.asm["ptx"])
             figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
             figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
             figures["FMUL in loops"] = multiplications_in_loops(sass)
     return figures
+
+
+def counted_after_a_barrier(ptx):
+    """Return whether each atomic operation on global memory releases and acquires at the scope of the GPU, and has a
+    barrier of the program between it and the accesses to global memory before it, and after it.
+
+    Returns None without an atomic operation.
+    """
+    found = re.findall(r"\bbar\.sync|\bst\.global|\bld\.global|\bcp\.async\.c|\batom\.[\w.]*", ptx)
+    at = [index for index, what in enumerate(found) if what.startswith("atom.")]
+    return all(found[index].startswith("atom.global.gpu.acq_rel") and found[index - 1] == found[index + 1] == "bar.sync"
+               for index in at) if at else None
 
 
 def multiplications_in_loops(sass):

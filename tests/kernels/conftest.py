@@ -195,7 +195,7 @@ def _twin_of(module):
 
 @pytest.fixture(scope="session")
 def assert_equals_oracle(run_kernel, run_oracle):
-    """assert_equals_oracle(name, *args, roundings, reduction, dtype, **kwargs): runs the kernel, returns its result.
+    """assert_equals_oracle(name, *args, roundings, reduction, dtype, interpreted, **kwargs) -> the kernel's result
 
     The oracle runs on float64 copies. The result and every tensor argument after the call must agree with the oracle.
     On a CPU, the operation's CPU form, if there is one, must agree too. It may round more often.

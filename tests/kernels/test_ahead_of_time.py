@@ -113,6 +113,11 @@ def test_as_many_decode_programs_as_share_a_multiprocessor_fit_its_registers(com
         assert programs * record["warps"] * 32 * registers <= 65_536, record
 
 
+def test_the_counters_of_parts_are_increased_between_barriers_and_order_memory(compiled):
+    for record in of_kernel(compiled["sm_90"], "_decode_kernel"):
+        assert record["counted after a barrier"] is (True if "merges" in record["case"] else None), record
+
+
 def test_context_attention_uses_the_matrix_units(compiled):
     # A tile of 16 uniform rows is too small for the instructions of a warp group.
     high = [record for record in of_kernel(compiled["sm_90"], "_context_kernel") if "uniform" not in record["case"]]

@@ -1,4 +1,5 @@
 import heapq
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -311,6 +312,48 @@ def test_the_same_bits_alone_and_in_a_batch_where_parts_are_the_same(run_kernel,
     alone = run_kernel("paged_attention_decode", query[:1], key[:1], value[:1], cache.pool, cache.block_table[:1],
                        lengths[:1], *work(lengths[:1], HALVED), 0.2)
     assert torch.equal(together[:1], alone)
+
+
+# ---------------------------------------------------------------------- parts combined by the last program
+
+ORDERS = [{}, *({"program_order": seed} for seed in range(4))]
+
+
+@pytest.mark.parametrize("pages_per_part", [1, HALVED])
+@pytest.mark.parametrize("kv_heads, group, head_size", [(2, 3, 32), (1, 1, 80), (1, 20, 32)])
+@pytest.mark.parametrize("more", [{}, {"window": 40, "sink": 5}, {"sink_logits": True}])
+def test_the_last_program_of_a_sequence_combines_its_parts_in_any_order_of_programs(
+        assert_equals_oracle, paged_cache, random, integers, dtype, work, pages_per_part, kv_heads, group, head_size,
+        more):
+    """All orders give the same bits, and leave counters of zero for the next launch."""
+    lengths = [1, 5 * B + 3, 0, B, 150, 2 * B + 1]         # up to ten parts; some sequences are not split
+    cache = paged_cache(lengths, kv_heads, head_size, B, dtype)
+    query, newest, pool = random(6, group * kv_heads, head_size, dtype=dtype), cache.take_newest(), cache.pool.clone()
+    if more.get("sink_logits"):
+        more = {"sink_logits": random(group * kv_heads)}
+    counters, found = integers([[0] * kv_heads] * 6), []
+    work_list, part_starts = work(cache.kv_lengths, pages_per_part, more.get("window"), more.get("sink", 0))
+    for interpreted in ORDERS:
+        cache.pool.copy_(pool)
+        found.append(assert_equals_oracle(
+            "paged_attention_decode", query, *newest, cache.pool, cache.block_table, cache.kv_lengths, work_list,
+            part_starts, 0.2, out=nan_like(query), **more, counters=counters, interpreted=interpreted, roundings=2,
+            reduction=head_size + 150, dtype=dtype))
+        assert not counters.any()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_it_is_the_program_that_comes_last_and_its_counter_that_counts(interpreter, paged_cache, random, integers,
+                                                                       work, is_recording):
+    if is_recording or torch.cuda.is_available():
+        pytest.skip("atomic operations are noted in the interpreter")
+    cache, counters = paged_cache([90, 3, 40], 2, 32, B, torch.float32), integers([[0, 0]] * 3)
+    arguments = (random(3, 4, 32), *cache.take_newest(), cache.pool, cache.block_table, cache.kv_lengths,
+                 *work(cache.kv_lengths, 1), 0.2)
+    noted = interpreter("paged_attention_decode", "paged_attention_decode", arguments, {"counters": counters},
+                        noted_atomics=True)
+    counted = Counter(address for _, addresses, _ in noted for address in addresses)
+    assert sorted(counted.values()) == [3, 3, 6, 6]        # parts of the split sequences, for each kv head
 
 
 # ---------------------------------------------------------------------- the newest token

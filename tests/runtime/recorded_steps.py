@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import graphs, layouts, native_backend, plain_steps, step_fusion
@@ -136,6 +137,24 @@ def recording(backend, steps, expected_shape, first, second):
             "fused": Counter(one.launches),
             "different": [pair for pair in zip(one.entries, other.entries) if pair[0] != pair[1]][:2],
             "refusals": one.refusals + other.refusals, "replayed": found == expected, "sampled": found[0]}
+
+
+def merged_in_decode(folder):
+    """Yield findings of a split step whose decode kernel combines the parts: the recording, and what the counters hold.
+
+    The two recordings, with a kernel that combines the parts and without, are of the same batches.
+    """
+    for merges in (False, True):
+        triton_paged.MERGES_IN_DECODE = merges
+        backend, steps = make_steps(engine_modes.checkpoint(folder))
+        set_up(backend, False)
+        draw = np.random.default_rng(6)
+        record(backend, steps, random_batch(draw, 4, True))                # makes the counters, as before a capture
+        found = recording(backend, steps, StepShape(4, True, False), *(
+            random_batch(draw, count, True) for count in (4, 3)))
+        yield {**found, "finding": "merged in decode", "counters": [
+            int(counters.abs().sum()) for counters in backend._runner.attention._counters]}
+    triton_paged.MERGES_IN_DECODE = False
 
 
 def counted(folder):
@@ -306,5 +325,6 @@ if __name__ == "__main__":
     step_fusion.compared_tokens = lambda *_: ()
     made = make_steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(*made), planted(*made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
-                         launches(sys.argv[1]), counted(sys.argv[1]), many_rows(sys.argv[1])):
+                         launches(sys.argv[1]), counted(sys.argv[1]), merged_in_decode(sys.argv[1]),
+                         many_rows(sys.argv[1])):
         print(json.dumps(finding), flush=True)

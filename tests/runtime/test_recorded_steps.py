@@ -55,6 +55,15 @@ def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_ot
         assert recording["has_split_contexts"] == (is_split and contexts > 0)
 
 
+def test_a_split_step_whose_decode_kernel_combines_the_parts_takes_a_launch_fewer_and_leaves_zeros(findings):
+    separate, merged = findings[1]["merged in decode"]
+    for found, counters in ((separate, []), (merged, [0])):
+        assert found["different"] == [] and found["refusals"] == [] and found["replayed"]
+        assert found["has_split_rows"] and found["counters"] == counters
+    assert (separate["merges"], merged["merges"]) == (1, 0) and separate["sampled"] == merged["sampled"]
+    assert merged["launches"][0] == separate["launches"][0] - 1
+
+
 @pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])
 def test_around_its_layers_a_step_launches_little(findings, samples, most):
     (found,) = [found for found in findings[1]["count"] if found["samples"] == samples]

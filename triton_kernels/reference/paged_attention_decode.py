@@ -24,6 +24,8 @@ Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query
             out                      [S, HQ, D]   None: allocated; must not share memory with query, key or value
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
+            counters                 [S, HK] int32, zeros   the last program of a split sequence combines its parts.
+                                                    None: `paged_attention_merge` combines them
             alibi_slopes             [HQ] float32   None: no ALiBi bias
             sink_logits              [HQ] float32   None: no extra score
 Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
@@ -52,7 +54,7 @@ from .rope_kv_append import rope_kv_append
 def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
-    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
+    sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0, counters=None,
 ):
     """Append the newest token of each sequence to its pages, and attend over the pages.
 
