@@ -5,6 +5,7 @@ It runs on a scripted model, without sockets.
 
 import asyncio
 import ctypes
+import gc
 import json
 import shutil
 import subprocess
@@ -736,6 +737,51 @@ library.fclose(file)
 """
     subprocess.run([sys.executable, "-c", program, tmp_path / "heaps"], check=True, timeout=120)
     assert (tmp_path / "heaps").read_text().count("<heap nr=") == 1
+
+
+def test_the_garbage_collector_runs_after_large_calls_while_few_objects_live(monkeypatch):
+    """Freed objects that the interpreter keeps for later use would keep whole arenas. A long run stops all streams."""
+    application = pytest.importorskip("batch_manager.extras.openai.application")
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("the C library is not glibc")
+    monkeypatch.setattr(application, "SECONDS_BETWEEN_TRIMS", 0)
+    live, collected = [None] * application.FEW_OBJECTS, []
+    monkeypatch.setattr(application, "gc", SimpleNamespace(get_objects=lambda: live,
+                                                           collect=lambda: collected.append(len(live))))
+
+    async def test():
+        service = SimpleNamespace(has_freed_much=True)
+        trimming = asyncio.ensure_future(application.trim_after_large_calls(service))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert service.has_freed_much and not collected
+        live.pop()
+        while service.has_freed_much:
+            await asyncio.sleep(0)
+        trimming.cancel()
+        assert collected == [application.FEW_OBJECTS - 1]
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.parametrize("fields", [
+    '"messages":[{"role":"user","content":"a","more":["of","the body"]}]',
+    '"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"more":["of","the body"]}',
+    '"messages":[{"role":"user","content":"a"}],"response_format":{"type":"json_object","schema":'
+    '{"properties":{"a":{"enum":["of","the body"]}}}}'])
+def test_an_answer_does_not_keep_the_objects_of_its_body(fields, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ more }}")
+
+    async def test(service):
+        service._grammar = lambda schema: None       # the scripted model has no end id
+        answer = await service.accept(b"{%s}" % fields.encode(), True)
+        gc.collect()
+        kept = [each for each in gc.get_objects() if type(each) is list and each[1:] == ["the body"]]
+        assert not kept
+        answer.cancel()
+
+    run(test, folder=tmp_path / "model")
 
 
 def test_a_bias_of_the_whole_vocabulary_is_made_once_for_all_texts(monkeypatch):

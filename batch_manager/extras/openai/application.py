@@ -30,6 +30,7 @@ from .responses import answer_to, error_response, json_response
 from .service import OpenAIService
 
 SECONDS_BETWEEN_TRIMS = 1.0
+FEW_OBJECTS = 20_000         # the garbage collector visits them in a few milliseconds
 SWITCH_INTERVAL_S = 0.001    # a thread that computes keeps the event loop waiting so long, several times per event
 M_ARENA_MAX = -8     # of glibc's malloc.h
 # Scheme, host (a name, an IPv4 or a bracketed IPv6 address) and port.
@@ -114,8 +115,9 @@ async def trim_after_large_calls(service: OpenAIService) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)       # of glibc
     while trim is not None:
         await asyncio.sleep(SECONDS_BETWEEN_TRIMS)
-        if service.has_freed_much:
+        if service.has_freed_much and len(gc.get_objects()) < FEW_OBJECTS:
             service.has_freed_much = False
+            gc.collect()                     # also frees the interpreter's unused objects, which keep their arenas
             await asyncio.to_thread(trim, 0)
 
 

@@ -101,6 +101,7 @@ class OpenAIService:
             grammar = None
             if parsed.response_format is not None:
                 grammar = await asyncio.to_thread(self._grammar, parsed.response_format)
+                parsed.response_format = True    # a schema may be megabytes of small objects
             is_long = is_long or parsed.count * len(prompts) > FEW_OUTPUTS
             make = partial(Answer, self, parsed, prompts, grammar, arrived, is_long)
             return await asyncio.to_thread(make) if is_long else make()
@@ -151,7 +152,11 @@ class OpenAIService:
         parsed = read_body(body, is_chat)
         if parsed.model is not None:
             self._check_name(parsed.model)
-        return parsed, [self._shared(self._prompt_ids(parsed, prompt)) for prompt in each(parsed.prompts)]
+        prompts = [self._shared(self._prompt_ids(parsed, prompt)) for prompt in each(parsed.prompts)]
+        parsed.template_options = {}
+        if not parsed.echo:                  # megabytes of small objects, which need not live as long as the answer
+            parsed.prompts = []
+        return parsed, prompts
 
     def _shared(self, ids: list[int]) -> list[int]:
         """Return the ids with the integer objects of `_ids`.
@@ -266,8 +271,9 @@ class Answer:
         if parsed.sampling.logit_bias:
             self._bias = parsed.sampling.bias(service.engine.info.vocab_size)
             self._sampling = replace(parsed.sampling, logit_bias=None)
-        self._echoes = [self._text_of(prompt, tokens) if parsed.echo else ""
-                        for prompt, tokens in zip(parsed.prompts, prompts, strict=True)]
+        self._echoes = [""] * len(prompts)
+        if parsed.echo:
+            self._echoes = list(map(self._text_of, parsed.prompts, prompts))
         outputs = range(parsed.count * len(prompts))
         texts: list[GeneratedText] = []
 
@@ -285,8 +291,8 @@ class Answer:
             positions = None
             if parsed.sampling.log_probs:
                 positions = TokenPositions(service.token_names.bytes, prompts[number], len(self._echoes[number]))
-            self._choices.append(_Choice(index, stream, text, prompts[number], with_prompt, positions,
-                                         service.observe))
+            self._choices.append(_Choice(index, stream, text, prompts[number] if with_prompt else [], with_prompt,
+                                         positions, service.observe))
 
     def cancel(self) -> None:
         """Stop all requests of the answer. Called on the event loop."""
