@@ -82,9 +82,18 @@ def split_pages(num_pages: int, num_kv_heads: int, resident_programs: int, least
 
 
 def _pays(pages: np.ndarray, pages_per_part: int, num_kv_heads: int, resident_programs: int) -> bool:
-    """Whether parts of `pages_per_part` pages, with their merge, take less time than whole sequences.
+    """Whether parts of `pages_per_part` pages, with their merge, take less time than whole sequences."""
+    whole, in_parts = times_in_pages(pages, pages_per_part, num_kv_heads, resident_programs)
+    return in_parts + MERGE_PAGES < whole
 
-    Compares upper bounds of the times, in pages of one program. If the longest programs start first, a program starts
+
+def times_in_pages(pages: np.ndarray, pages_per_part: int, num_kv_heads: int,
+                   resident_programs: int) -> tuple[float, float]:
+    """Return (time of whole sequences, time of parts of `pages_per_part` pages without their merge).
+
+    pages   [S] visible pages of each sequence
+
+    The times are upper bounds, in pages of one program. If the longest programs start first, a program starts
     at the latest when the programs before it would be done if they shared the device evenly (R. L. Graham, Bounds
     on Multiprocessing Timing Anomalies, 1969). For sequences of one length the programs run in waves, whose number is
     exact.
@@ -93,7 +102,7 @@ def _pays(pages: np.ndarray, pages_per_part: int, num_kv_heads: int, resident_pr
     shared = descending.cumsum() * (num_kv_heads / resident_programs)
     evenly = float((shared + descending * (1 - 1 / resident_programs)).max())
     waves = int(descending[np.arange(0, len(pages) * num_kv_heads, resident_programs) // num_kv_heads].sum())
-    return float(shared[-1]) + pages_per_part + MERGE_PAGES < min(evenly, waves)
+    return min(evenly, waves), float(shared[-1]) + pages_per_part
 
 
 def _visible_pages(kv_lengths: np.ndarray, tokens_per_block: int, window: int | None, sink: int) -> np.ndarray:

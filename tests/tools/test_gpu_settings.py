@@ -25,7 +25,7 @@ from batch_manager.tools.gpu_report.settings_code import (
     tile_rows_code,
 )
 from batch_manager.triton_kernels.context_work_list import context_tile_rows
-from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list
+from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list, times_in_pages
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.triton_kernels.fused_linear_settings import FusedLinearSettings, settings_of_few_rows
 from batch_manager.triton_kernels.paged_attention_context import ContextSettings, context_settings
@@ -97,6 +97,14 @@ def test_parts_are_those_of_the_work_list():
     pages = Parts(MIN_PAGES_PER_PART, ROUNDS).pages_per_part(lengths, 16, 8, 132)
     assert (decode_work_list(lengths, 16, 8, 132)[0] == decode_work_list(
         lengths, 16, 8, 132, pages_per_part=pages)[0]).all()
+
+
+def test_the_time_of_a_merge_is_what_is_missing_to_the_time_of_parts():
+    """32 sequences of 1,024 tokens: 256 programs of 16 pages each run at once on 264 places."""
+    import numpy as np
+
+    whole, in_parts = times_in_pages(np.full(32, 16), 4, 8, 264)
+    assert (whole, in_parts) == (16, pytest.approx(32 * 16 * 8 / 264 + 4))
 
 
 def test_the_table_has_predictions_and_why_settings_were_not_timed():

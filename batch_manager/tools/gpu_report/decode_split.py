@@ -1,14 +1,15 @@
 """Decode attention with sequences split otherwise than in an engine, compared with copying.
 
 `triton_kernels/decode_work_list.py` decides by estimates whether and how it splits. The report ends with the constants
-that were fastest in all cases together.
+that were fastest in all cases together. A record of split sequences has the time of their merge, in pages of a program,
+by the times of split and whole sequences: `MERGE_PAGES` of that file is such a time.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS
+from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, times_in_pages
 from ...triton_kernels.device_limits import device_limits
 from ...triton_kernels.paged_attention_decode import decode_settings
 from .bench import Bench
@@ -46,8 +47,9 @@ def _of_case(bench: Bench, case: str, heads: Heads, lengths: np.ndarray, trials:
     sequences = PagedSequences(bench, heads, lengths, tokens_per_block=bench.pick(64, 16))
     block = sequences.pool.shape[4]
     resident = decode_settings(heads.size, block, sequences.pool.element_size(), device_limits()).resident_programs
+    num_pages, page_seconds = -(-lengths // block), 0.0
     ways: list[tuple[str, Parts | None, int | None]] = [
-        ("as in an engine", AS_IN_AN_ENGINE, None), ("whole", None, -(-int(lengths.max()) // block))]
+        ("as in an engine", AS_IN_AN_ENGINE, None), ("whole", None, int(num_pages.max()))]
     ways += [(f"at least {parts.min_pages_per_part} pages, {parts.rounds} rounds", None if number == 0 else parts,
               parts.pages_per_part(lengths, block, heads.kv, resident)) for number, parts in enumerate(TRIED)]
     for text, parts, pages in ways:
@@ -61,6 +63,12 @@ def _of_case(bench: Bench, case: str, heads: Heads, lengths: np.ndarray, trials:
         if parts is not None:
             trials.append(Trial("decode_work_list", (), f"decode, {case}", parts, pages is None, timing,
                                 "" if bench.is_dry else f"{rate / 1e9:,.0f} GB/s"))
+        figures = f"{timing.median * 1e6:.1f} us"
+        if pages is not None:
+            whole, in_parts = times_in_pages(num_pages, pages, heads.kv, resident)
+            if text == "whole":
+                page_seconds = timing.median / whole
+            elif pages < num_pages.max() and page_seconds:
+                figures += f"; a merge of {timing.median / page_seconds - in_parts:.1f} pages"
         yield Record("decode-split", f"{case}: {text}", rate / 1e9, bench.copy_bytes_s / 1e9, "GB/s", timing.spread,
-                     note="" if pages is None else f"at most {pages} pages a part",
-                     figures=f"{timing.median * 1e6:.1f} us")
+                     note="" if pages is None else f"at most {pages} pages a part", figures=figures)
