@@ -11,6 +11,9 @@ steps so far, and OUT/steps.txt how each ended. Call 1 ends by itself after 500 
 --prepare makes what a call may take along, in the folder: wheels that the GPU machine lacks, and kernels compiled
 ahead. Its environment has the packages of that machine; then both calls run in it on a CPU.
 
+On two busy cores of an AMD EPYC (2026-11-28), the environment took one minute and the kernels six. A dry run took nine,
+and less than three of processor time.
+
 Exit status 0: all steps succeeded; 1: one did not; 2: an argument is wrong.
 """
 
