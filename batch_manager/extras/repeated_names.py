@@ -7,6 +7,8 @@ from typing import Any
 from ..errors import printable
 
 LONGEST_NAME = 64
+MOST_NAMES = 10_000      # of a text that is searched for the name; the names of a search take memory
+SOME_NAME = "(a name)"
 _NAME_STRING_OR_BRACE = re.compile(rb'("[^"]*")(\s*:)?|[{}]')
 
 
@@ -22,6 +24,8 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def repeated_name(text: bytes, parsed: Any) -> str | None:
     """Return a name that an object of a JSON text has twice, shortened and printable; None: there is none.
+
+    In a text with more than MOST_NAMES colons, the name is SOME_NAME.
 
     The text has one colon after each name, and others are characters of its strings. If the parsed value has fewer, a
     value was left out. A hook for every object would take longer, and hold the interpreter lock for a long list.
@@ -44,7 +48,9 @@ def repeated_name(text: bytes, parsed: Any) -> str | None:
             parts += part.values()
         elif kind is list:
             parts += part
-    return _first_repeated_name(text) if num_colons else None
+    if not num_colons:
+        return None
+    return _first_repeated_name(text) if text.count(b":") <= MOST_NAMES else SOME_NAME
 
 
 def _first_repeated_name(text: bytes) -> str | None:

@@ -152,6 +152,8 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
                            few // 12 - 10),
         "an unknown field": filled('{"prompt":"Emma","other":[', lambda n: "[]", "]}", largest, few // 11 - 20),
         "many unknown fields": filled('{"prompt":"Emma",', lambda n: f'"{n}":1', "}", largest, few // 2 - 10),
+        "a repeated name": filled('{"prompt":"Emma","metadata":{', lambda n: f'"{n}":1', ',"0":1}}', largest,
+                                  few // 4 - 10),
         "no JSON": b"[" * (few // 10) + b" " * (largest - few // 10),
         "too large": b" " * (largest + 1),
     }

@@ -13,7 +13,7 @@ from batch_manager.extras.openai import OpenAIError, unread_fields  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.json_object import JsonObject  # noqa: E402
 from batch_manager.extras.openai.unread_fields import ANY, LABELS, LOGGED, NOT_BUILT, OF_CHATS, OF_COMPLETIONS  # noqa: E402
-from batch_manager.extras.repeated_names import repeated_name, unique_names  # noqa: E402
+from batch_manager.extras.repeated_names import MOST_NAMES, SOME_NAME, repeated_name, unique_names  # noqa: E402
 from batch_manager.extras.template_messages import PART_KEYS  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
@@ -111,11 +111,13 @@ def test_the_other_routes_name_of_a_field_is_not_suggested():
     ('{"prompt":"x","seed":1,"seed":2}', "seed"), ('{"prompt":"x","logit_bias":{"1":0,"1":1}}', "1"),
     ('{"prompt":"x","seed":1,"se\\u0065d" : 2}', "seed"), ('{"prompt":"\\u003a","user":"a:b","user":":"}', "user"),
     ('{"prompt":"' + 9000 * "\\u003A:\\n" + '","seed":1,"seed":2}', "seed"),
+    ('{"prompt":"x","metadata":{' + ",".join(f'"{n}":1' for n in range(MOST_NAMES)) + ',"0":2}}', SOME_NAME),
     ('{"messages":[{"role":"user","content":"x","content":"y"}]}', "content")])
 def test_a_repeated_name_is_refused_by_its_name(body, name):
     with pytest.raises(OpenAIError) as told:
         read_body(body.encode(), is_chat="messages" in body)
-    assert told.value.status == 400 and told.value.param == name in told.value.message
+    assert told.value.status == 400 and told.value.message.startswith(f"{name}: ")
+    assert told.value.param == (None if name == SOME_NAME else name)
 
 
 def test_repeated_names_are_those_that_a_hook_of_the_parser_finds():

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from ...errors import type_name
-from ..repeated_names import repeated_name
+from ..repeated_names import SOME_NAME, repeated_name
 from .errors import OpenAIError, refused
 from .unread_fields import is_unread
 
@@ -97,7 +97,7 @@ def parsed_json(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise OpenAIError(400, f"the body is JSON of type {type_name(fields)}; expected a JSON object")
     if (name := repeated_name(body, fields)) is not None:
-        raise refused(name, TWICE)
+        raise OpenAIError(400, f"{name}: {TWICE}", None if name == SOME_NAME else name)
     return fields
 
 
