@@ -63,7 +63,7 @@ setup(
     ],
     package_dir={KERNELS: "triton_kernels"},
     include_package_data=False,    # MANIFEST.in is for the source distribution
-    package_data={"batch_manager": ["py.typed", "tools/results/*.jsonl", "tools/draw/page/*"],
+    package_data={"batch_manager": ["py.typed", "tools/draw/page/*"],
                   f"{KERNELS}.cpu.native": ["*.c", "*.h"]},
     cmdclass={"bdist_wheel": WheelWithLibrary, "build_py": BuildWithLibrary},
 )

@@ -45,7 +45,7 @@ LONGEST_FILES = (
     "integration/test_feature_mixtures.py",
     "runtime/test_attention_windows.py",
     "attention/test_torch_paged.py",
-    "tools/test_gpu_report.py",
+    "benchmarks/tests/test_gpu_report.py",
     "contract/test_process_level.py",
     "interleaving/test_plants.py",
     "runtime/test_random_schedules.py",

@@ -20,7 +20,7 @@ and a gated activation also take the time to read and write their rows in the L2
 ones, so all row counts with the same number of tiles get the same decision.
 
 The constants are estimates for an H100, from vendors' bandwidths and latencies, not measured on a GPU.
-`python -m batch_manager.tools.gpu_report` measures the time of fused launches and of separate launches. The ratios
+`python -m tests.benchmarks.gpu_report` measures the time of fused launches and of separate launches. The ratios
 of these times are meant to replace the estimates here.
 """
 

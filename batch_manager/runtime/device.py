@@ -323,17 +323,15 @@ class Readbacks:
     which only then is used again. There are as many buffers as readbacks were in flight at the same time. Larger
     tensors are copied to pinned memory of their own. A readback without a wait takes its buffer along when it is
     dropped: torch gives the memory to another tensor only after the copy.
+
+    pinned_bytes   bytes of the buffers when the newest one was made; 0 on a CPU
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: list[_ReadbackBuffer] = []
         self._buffers: WeakSet[_ReadbackBuffer] = WeakSet()
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Number of bytes of the buffers; 0 on a CPU."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+        self.pinned_bytes = 0
 
     def start(self, tensors: dict[str, torch.Tensor], is_reused: bool = False) -> Readback:
         """Queue copies of the tensors after the work launched so far. On a CPU the arrays share the tensors' memory.
@@ -369,6 +367,7 @@ class Readbacks:
         # "blocking": the waiting thread sleeps instead of spinning; torch releases the GIL around the wait.
         buffer = _ReadbackBuffer(pinned((max(1 << 16, 2 * num_bytes),), torch.uint8), torch.cuda.Event(blocking=True))
         self._buffers.add(buffer)
+        self.pinned_bytes = sum(buffer.memory.nbytes for buffer in self._buffers)
         return buffer
 
 

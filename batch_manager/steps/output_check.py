@@ -118,7 +118,7 @@ class StepOutputCheck:
         codes other than NOT_FINISHED, END_ID and STOP_WORDS; hypotheses may also have LENGTH. Exceptions from reading
         the output propagate.
         """
-        expected = batch.yielding
+        expected = batch.yielding if batch.context else batch.generation.slots    # the usual case without a call
         if not self._is_plain(batch, output, expected, requested):
             output = self._converted(batch, output, expected, requested)
         return self._without_invalid_tokens(output)

@@ -22,7 +22,6 @@ IMPORTERS = {
     "batch_manager/__init__.py": {f"batch_manager.{module}" for module in batch_manager._PUBLIC.values()},
     "batch_manager/models/registry.py": {f"batch_manager.models.{module}" for module, _ in _SHIPPED.values()},
     "batch_manager/tools/__main__.py": {f"batch_manager.tools.{module}" for module, _ in COMMANDS.values()},
-    "batch_manager/tools/gpu_report/correctness.py": set(), "batch_manager/tools/gpu_report/settings.py": set(),
     "triton_kernels/dispatch.py": set()}
 
 

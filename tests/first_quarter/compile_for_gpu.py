@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.runtime import graph_shapes, graphs, layouts, native_backend, step_fusion
-from batch_manager.tools.gpu_report import shapes
 from batch_manager.triton_kernels import dispatch
+from tests.benchmarks.gpu_report import shapes
 from tests.kernels import compile_ahead_of_time as ahead
 
 SHAPES = {shape.name: shape for shape in (shapes.LLAMA_135M, shapes.LLAMA_1B, shapes.LLAMA_8B, shapes.QWEN3_600M)}
@@ -79,7 +79,7 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
 
 def check_kernels(dtype: torch.dtype, folder: Path) -> None:
     """Compile the kernels of the section `correctness`. Their inputs are not filled, and no result is compared."""
-    from batch_manager.tools.gpu_report import bench, correctness, pages
+    from tests.benchmarks.gpu_report import bench, correctness, pages
 
     def launch(made, name, *args, oracle_as_is=False, **kwargs):
         dispatch.kernel(name, made.device)(*args, **kwargs)

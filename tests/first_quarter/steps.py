@@ -50,7 +50,7 @@ def _pytest(processes: int, *arguments: str) -> tuple[str, ...]:
 
 def _report(call: int, name: str, text: str, limit: int, expected: int, sections: str, *options: str) -> Step:
     """Return a step that runs sections of the report."""
-    report = "batch_manager.tools.gpu_report"
+    report = "tests.benchmarks.gpu_report"
     options = ("--out", OUT, "--minutes", MINUTES, RATES, COMMIT, *options, "--section", *sections.split())
     return Step(call, name, text, limit, expected, (PYTHON, "-m", report, *options),
                 (*_INTERPRETED, report, "--dry-run", *options))

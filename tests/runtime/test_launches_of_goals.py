@@ -16,12 +16,12 @@ from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
 from batch_manager.runtime.fused_step import FusedStep
 from batch_manager.runtime.step_fusion import record_step
-from batch_manager.tools.gpu_report.shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M
 from batch_manager.triton_kernels import fused_linear_settings
 from batch_manager.triton_kernels.decode_work_list import decode_work_list
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.source import DummyWeights
+from tests.benchmarks.gpu_report.shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M
 
 H100, META, BLOCK_TOKENS = DeviceLimits(227 * 1024, 132, True), torch.device("meta"), 64
 AROUND = 3                          # prepare_step, and two kernels of sample_token; test_recorded_steps.py counts them

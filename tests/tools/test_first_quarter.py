@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager.tools.gpu_report.sections import CORRECTNESS, SECTIONS
+from tests.benchmarks.gpu_report.sections import CORRECTNESS, SECTIONS
 from tests.first_quarter import __main__ as program
 from tests.first_quarter import runner
 from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
@@ -158,7 +158,7 @@ def test_results_that_cannot_be_written_stop_no_step(tmp_path, capsys):
 
 
 def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):
-    denominators = pytest.importorskip("batch_manager.tools.gpu_report.denominators")
+    denominators = pytest.importorskip("tests.benchmarks.gpu_report.denominators")
     assert len(denominators.RATES) == NUM_RATES
     line = json.dumps({"goal": "denominator", "status": "measured"})
     show = ("sh", "-c", 'echo "$@"', "sh", RATES, COMMIT)

@@ -17,7 +17,7 @@ from typing import Any
 
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.line_plot import Line, LinePlot, Point
-from batch_manager.tools.marked_part import written_between
+from tests.benchmarks.marked_part import written_between
 
 BEGIN = "<!-- written by python -m tests.benchmarks.scaling.draw: begin -->"
 END = "<!-- written by python -m tests.benchmarks.scaling.draw: end -->"

@@ -2,7 +2,7 @@
 
 Owns     the files, their names, and the choice of the newest
 Not      the measurements, which `gpu_report` makes; dry runs and hand-written files do not belong here
-Yours    `python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl` adds a run, and updates the table in
+Yours    `python -m tests.benchmarks.gpu_table --add FOLDER/gpu_report.jsonl` adds a run, and updates the table in
          docs/performance.md
 """
 
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..gpu_report.records import MEASURED, read
+from tests.benchmarks.gpu_report.records import MEASURED, read
 
 FOLDER = Path(__file__).parent
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...triton_kernels.context_work_list import context_tile_rows, context_work_list
-from ...triton_kernels.decode_work_list import decode_work_list
-from ...triton_kernels.device_limits import device_limits
-from ...triton_kernels.paged_attention_context import context_heads, paged_attention_context
-from ...triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
-from ...triton_kernels.reference.paged_attention_context import paged_attention_context as context_oracle
-from ...triton_kernels.reference.paged_attention_decode import paged_attention_decode as decode_oracle
-from ...triton_kernels.reference.rope_kv_append import rope_kv_append
+from batch_manager.triton_kernels.context_work_list import context_tile_rows, context_work_list
+from batch_manager.triton_kernels.decode_work_list import decode_work_list
+from batch_manager.triton_kernels.device_limits import device_limits
+from batch_manager.triton_kernels.paged_attention_context import context_heads, paged_attention_context
+from batch_manager.triton_kernels.paged_attention_decode import decode_settings, paged_attention_decode
+from batch_manager.triton_kernels.reference.paged_attention_context import paged_attention_context as context_oracle
+from batch_manager.triton_kernels.reference.paged_attention_decode import paged_attention_decode as decode_oracle
+from batch_manager.triton_kernels.reference.rope_kv_append import rope_kv_append
+
 from .bench import Bench
 
 LAYERS = 4          # launches alternate between the layers, which together are far larger than the cache of a GPU

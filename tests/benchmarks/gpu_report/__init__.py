@@ -1,4 +1,4 @@
-"""One program that measures this package on the GPU at hand: `python -m batch_manager.tools.gpu_report --help`.
+"""One program that measures this package on the GPU at hand: `python -m tests.benchmarks.gpu_report --help`.
 
 Owns     the goals, the measurements of each goal, and the files of the results
 Not      the measured code: kernels are called through their launchers, engines through GptManager

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ...triton_kernels.sample_token import sample_token
+from batch_manager.triton_kernels.sample_token import sample_token
+
 from .bench import Bench
 from .records import Record
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batch_manager.tools.gpu_report.goals import ALL, GOALS
-from batch_manager.tools.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
-from batch_manager.tools.gpu_report.sections import EAGER, SECTIONS, WITH_BUDGET, Section, chosen, functions
+from tests.benchmarks.gpu_report.goals import ALL, GOALS
+from tests.benchmarks.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
+from tests.benchmarks.gpu_report.sections import EAGER, SECTIONS, WITH_BUDGET, Section, chosen, functions
 
 RUN = [section.name for section in SECTIONS if section.name != "transformers" and not section.name.endswith(EAGER)]
 
@@ -48,10 +48,10 @@ def dry_run(tmp_path_factory):
     peers.mkdir()
     (peers / "attention.py").write_text(PEER_ATTENTION)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.quick_interpreter", "batch_manager.tools.gpu_report", "--out",
+        [sys.executable, "-m", "tests.quick_interpreter", "tests.benchmarks.gpu_report", "--out",
          str(folder / "out"), "--dry-run", "--peers", str(peers), "--section", *RUN],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        cwd=Path(__file__).parents[2])
+        cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read(folder / "out" / "gpu_report.jsonl"), folder / "out", done.stderr
 
@@ -115,9 +115,9 @@ def test_the_sections_of_the_first_quarter_of_an_hour_fit_its_steps():
 
 
 def test_a_section_without_graphs_runs_unless_there_were_none(tmp_path, monkeypatch):
-    from batch_manager.tools.gpu_report import decode_steps
-    from batch_manager.tools.gpu_report.engines import graphless
-    from batch_manager.tools.gpu_report.shapes import LLAMA_1B, LLAMA_135M
+    from tests.benchmarks.gpu_report import decode_steps
+    from tests.benchmarks.gpu_report.engines import graphless
+    from tests.benchmarks.gpu_report.shapes import LLAMA_1B, LLAMA_135M
 
     monkeypatch.setattr(decode_steps, "run_small", lambda bench, graphs: iter([graphs]))
     bench, run = dry_bench(tmp_path), functions()["small-steps-eager"]
@@ -158,7 +158,7 @@ def test_the_fastest_settings_are_written_as_code(dry_run):
 def test_the_page_size_of_transformers_is_given_by_the_name_that_this_release_has(names, chosen, monkeypatch):
     from types import SimpleNamespace
 
-    from batch_manager.tools.gpu_report.transformers_peer import _sizes
+    from tests.benchmarks.gpu_report.transformers_peer import _sizes
 
     config = make_dataclass("Config", [*names, "num_blocks", "max_batch_tokens"], init=False)
     config.__init__ = lambda self, **given: vars(self).update(given)
@@ -170,8 +170,8 @@ def test_the_page_size_of_transformers_is_given_by_the_name_that_this_release_ha
 
 def test_transformers_serves_the_same_requests(tmp_path):
     pytest.importorskip("transformers")
-    from batch_manager.tools.gpu_report.shapes import TINY
-    from batch_manager.tools.gpu_report.transformers_peer import run, serve_with_transformers
+    from tests.benchmarks.gpu_report.shapes import TINY
+    from tests.benchmarks.gpu_report.transformers_peer import run, serve_with_transformers
 
     bench = dry_bench(tmp_path)
     requests = [{"id": 0, "prompt": [3, 4, 5], "max_tokens": 2}, {"id": 1, "prompt": [6], "max_tokens": 4}]
@@ -223,8 +223,8 @@ def dry_bench(tmp_path, *, is_dry=True):
     """Return a Bench on the CPU, whose clock says that it is a GPU's unless `is_dry`."""
     import torch
 
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
+    from tests.benchmarks.gpu_report.bench import Bench
+    from tests.benchmarks.gpu_report.device_clock import DryClock
 
     clock = DryClock(torch.device("cpu"))
     clock.is_dry = is_dry
@@ -234,7 +234,7 @@ def dry_bench(tmp_path, *, is_dry=True):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Return the function `run(*sections, minutes=8)`, which returns the lines of a report. See `section`."""
-    from batch_manager.tools.gpu_report import processes
+    from tests.benchmarks.gpu_report import processes
 
     def with_sections(*given, minutes=8.0, rates=()):
         monkeypatch.setattr(processes, "functions", lambda: {one.name: function for one, function in given})
@@ -275,7 +275,7 @@ def test_an_error_that_stays_in_its_process_costs_one_section(run, monkeypatch):
     """After an illegal access, each call to the device fails, until the process ends."""
     import torch
 
-    from batch_manager.tools.gpu_report import correctness
+    from tests.benchmarks.gpu_report import correctness
 
     empty, lost = torch.empty, []
 
@@ -300,7 +300,7 @@ def test_the_parent_never_uses_the_device(monkeypatch, tmp_path, capfd):
     """Its children could not use it then."""
     import torch
 
-    from batch_manager.tools.gpu_report.__main__ import main
+    from tests.benchmarks.gpu_report.__main__ import main
 
     parent = os.getpid()
 
@@ -315,7 +315,7 @@ def test_the_parent_never_uses_the_device(monkeypatch, tmp_path, capfd):
 
 
 def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
-    from batch_manager.tools.gpu_report import correctness, device_clock
+    from tests.benchmarks.gpu_report import correctness, device_clock
 
     def fails(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -331,7 +331,7 @@ def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
     (lambda: time.sleep(600), 2.0, "killed at its limit"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), 60, "SIGKILL"), (lambda: os._exit(3), 60, "status 3")])
 def test_a_process_that_hangs_or_ends_costs_what_it_has_not_reported(run, monkeypatch, ends, grace_seconds, expected):
-    from batch_manager.tools.gpu_report import processes
+    from tests.benchmarks.gpu_report import processes
 
     monkeypatch.setattr(processes, "START_SECONDS", 0.0)
     monkeypatch.setattr(processes, "GRACE_SECONDS", grace_seconds)
@@ -383,7 +383,7 @@ def test_a_section_may_use_what_those_before_it_left_but_not_the_budgets_of_thos
 
 
 def test_rates_are_those_of_the_first_section_or_of_an_earlier_report(run):
-    from batch_manager.tools.gpu_report.denominators import RATES, rates_of
+    from tests.benchmarks.gpu_report.denominators import RATES, rates_of
 
     def measures(bench):
         for case, unit, _ in RATES.values():
@@ -408,9 +408,9 @@ def test_rates_are_those_of_the_first_section_or_of_an_earlier_report(run):
 def test_a_result_that_is_rounded_once_is_within_the_allowed_error(tmp_path, dtype, allowed):
     import torch
 
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
-    from batch_manager.tools.gpu_report.pages import relative_error
+    from tests.benchmarks.gpu_report.bench import Bench
+    from tests.benchmarks.gpu_report.device_clock import DryClock
+    from tests.benchmarks.gpu_report.pages import relative_error
 
     bench = Bench(DryClock(torch.device("cpu")), getattr(torch, dtype), tmp_path)
     assert bench.allowed_error == allowed
@@ -434,8 +434,8 @@ def test_nothing_is_judged_where_a_kernel_is_wrong(run):
 
 
 def test_an_engine_whose_graphs_are_refused_is_measured_without_and_says_why(tmp_path):
-    from batch_manager.tools.gpu_report.engines import engine, graphless
-    from batch_manager.tools.gpu_report.shapes import TINY
+    from tests.benchmarks.gpu_report.engines import engine, graphless
+    from tests.benchmarks.gpu_report.shapes import TINY
 
     bench = dry_bench(tmp_path)
     with engine(bench, TINY, max_batch=2) as made:
@@ -448,8 +448,8 @@ def test_an_engine_whose_graphs_are_refused_is_measured_without_and_says_why(tmp
 
 
 def test_a_run_is_labelled_by_the_number_of_captured_graphs(tmp_path):
-    from batch_manager.tools.gpu_report.engines import Engine, MeasuredClient
-    from batch_manager.tools.gpu_report.shapes import TINY
+    from tests.benchmarks.gpu_report.engines import Engine, MeasuredClient
+    from tests.benchmarks.gpu_report.shapes import TINY
 
     reasons = ["cuda_graphs is True, but capturing a step raised RuntimeError: operation not permitted"]
     bench = dry_bench(tmp_path)
@@ -468,7 +468,7 @@ def test_a_run_is_labelled_by_the_number_of_captured_graphs(tmp_path):
 def test_the_least_time_of_a_step_is_that_of_its_bytes_and_operations():
     from types import SimpleNamespace
 
-    from batch_manager.tools.gpu_report.shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M
+    from tests.benchmarks.gpu_report.shapes import LLAMA_1B, LLAMA_8B, LLAMA_135M, QWEN3_600M
 
     gpu = SimpleNamespace(copy_bytes_s=4.3e12, matmul_flop_s=790e12)
     assert LLAMA_135M.kv_bytes_per_token == 23_040 and LLAMA_8B.kv_bytes_per_token == 131_072
@@ -480,7 +480,7 @@ def test_the_least_time_of_a_step_is_that_of_its_bytes_and_operations():
 
 
 def test_busy_time_counts_what_overlaps_once():
-    from batch_manager.tools.gpu_report.device_clock import activity_of
+    from tests.benchmarks.gpu_report.device_clock import activity_of
 
     found = activity_of([(0.0, 10.0, "a"), (5.0, 12.0, "b"), (20.0, 30.0, "Memcpy HtoD (Pinned -> Device)"),
                          (22.0, 24.0, "c"), (40.0, 41.0, "Memset (Device)")])
@@ -492,8 +492,8 @@ def test_busy_time_counts_what_overlaps_once():
 def test_a_step_is_listed_by_kernel():
     from types import SimpleNamespace
 
-    from batch_manager.tools.gpu_report.device_clock import activity_of
-    from batch_manager.tools.gpu_report.step_profile import MOST_KERNELS, by_kernel
+    from tests.benchmarks.gpu_report.device_clock import activity_of
+    from tests.benchmarks.gpu_report.step_profile import MOST_KERNELS, by_kernel
 
     spans = [(100.0 * step + 2 * number, 100.0 * step + 2 * number + 1, name) for step in range(2)
              for number, name in enumerate(["decode"] * 3 + ["norm"] + [f"small {one}" for one in range(MOST_KERNELS)])]
@@ -508,7 +508,7 @@ def test_a_step_is_listed_by_kernel():
 
 def test_steps_are_timed_where_the_whole_batch_generates():
     from batch_manager.tools.bench.errors import BenchmarkError
-    from batch_manager.tools.gpu_report.engines import Served, Stamp
+    from tests.benchmarks.gpu_report.engines import Served, Stamp
 
     def stamps(*rows):
         return [Stamp(seconds, generating, contexts, 0) for seconds, generating, contexts in rows]
@@ -524,7 +524,7 @@ def test_steps_are_timed_where_the_whole_batch_generates():
 def test_the_worker_is_held_and_let_go(tmp_path):
     import threading
 
-    from batch_manager.tools.gpu_report.engines import MeasuredClient
+    from tests.benchmarks.gpu_report.engines import MeasuredClient
 
     client, text = MeasuredClient(), json.dumps({"Context Requests": 0, "Generation Requests": 2,
                                                  "Runtime GPU Memory Usage": 5})
@@ -542,7 +542,7 @@ def test_the_worker_is_held_and_let_go(tmp_path):
 
 
 def test_the_headline_workload_is_that_of_the_goals():
-    from batch_manager.tools.gpu_report.headline import GOOD_RATES, headline_workload
+    from tests.benchmarks.gpu_report.headline import GOOD_RATES, headline_workload
 
     workload = headline_workload()
     assert (workload["n"], workload["prompt_tokens"], workload["output_tokens"]) == (256, 142_827, 133_966)
@@ -556,8 +556,8 @@ def test_the_headline_workload_is_that_of_the_goals():
 def test_the_least_time_of_the_headline_workload_is_that_of_its_steps():
     from types import SimpleNamespace
 
-    from batch_manager.tools.gpu_report.headline import least_seconds
-    from batch_manager.tools.gpu_report.shapes import QWEN3_600M
+    from tests.benchmarks.gpu_report.headline import least_seconds
+    from tests.benchmarks.gpu_report.shapes import QWEN3_600M
 
     gpu = SimpleNamespace(copy_bytes_s=4.3e12, matmul_flop_s=790e12)
     lengths = [(100, 3), (50, 2)]
@@ -568,8 +568,8 @@ def test_the_least_time_of_the_headline_workload_is_that_of_its_steps():
 
 
 def test_results_of_peers_are_those_of_the_same_workload(tmp_path):
-    from batch_manager.tools.gpu_report.headline import headline_workload, peer_results
-    from batch_manager.tools.gpu_report.shapes import TINY
+    from tests.benchmarks.gpu_report.headline import headline_workload, peer_results
+    from tests.benchmarks.gpu_report.shapes import TINY
 
     workload = headline_workload(TINY, 3, 4, 9)
     assert headline_workload(TINY, 3, 4, 9) == workload

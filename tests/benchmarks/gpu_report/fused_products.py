@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ...triton_kernels.dispatch import kernel
-from ...triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS
+from batch_manager.triton_kernels.dispatch import kernel
+from batch_manager.triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS
+
 from .bench import Bench
 from .pages import relative_error
 from .records import FAILED, Record

@@ -1,10 +1,10 @@
 """Measure this package on a GPU against its goals.
 
-    python -m batch_manager.tools.gpu_report --out FOLDER                                  everything, within 8 minutes
-    python -m batch_manager.tools.gpu_report --out FOLDER --section headline profile       only these sections
-    python -m batch_manager.tools.gpu_report --out FOLDER --rates LINES                    with earlier rates
-    python -m batch_manager.tools.gpu_report --out FOLDER --peers PEERS                    with the peers in PEERS
-    python -m batch_manager.tools.gpu_report --dry-run                                     everything, on a CPU
+    python -m tests.benchmarks.gpu_report --out FOLDER                                  everything, within 8 minutes
+    python -m tests.benchmarks.gpu_report --out FOLDER --section headline profile       only these sections
+    python -m tests.benchmarks.gpu_report --out FOLDER --rates LINES                    with earlier rates
+    python -m tests.benchmarks.gpu_report --out FOLDER --peers PEERS                    with the peers in PEERS
+    python -m tests.benchmarks.gpu_report --dry-run                                     everything, on a CPU
 
 The report has sections. Each runs in a process of its own, in the order below, until the time is over. A section that
 fails, or hangs and is killed at its limit, costs only itself. The first section measures the rates of copying memory,
@@ -39,8 +39,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..command_parser import CommandParser
-from ..provenance import commit_of_the_checkout, versions
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.provenance import commit_of_the_checkout, versions
+
 from .sections import SECTIONS, chosen, listed
 
 LINES, TABLE = "gpu_report.jsonl", "gpu_report.md"
@@ -49,7 +50,7 @@ DEVICE_SECONDS = 60.0          # limit for the device to say its name
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m batch_manager.tools.gpu_report", description=f"{__doc__}{listed()}")
+    parser = CommandParser(prog="python -m tests.benchmarks.gpu_report", description=f"{__doc__}{listed()}")
     add = parser.add_argument
     add("--out", type=Path, help="folder for the report; created if missing; a dry run needs none")
     add("--section", nargs="+", choices=[section.name for section in SECTIONS], default=[], metavar="NAME",
@@ -127,7 +128,7 @@ def _look_at(clock: Any, folder: Path) -> None:
     """
     import torch
 
-    from ...triton_kernels.dispatch import use_triton
+    from batch_manager.triton_kernels.dispatch import use_triton
 
     problem = ""
     if not clock.is_dry and not torch.accelerator.is_available():

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...triton_kernels.decode_work_list import split_pages
+from batch_manager.triton_kernels.decode_work_list import split_pages
+
 from .device_clock import Timing
 
 # settings function -> (file, parameters that the settings depend on, as in the keys of trials)

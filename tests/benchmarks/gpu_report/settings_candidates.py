@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ...triton_kernels.fused_linear_settings import (
+from batch_manager.triton_kernels.fused_linear_settings import (
     FEW_ROWS,
     MOST_STAGES,
     FusedLinearSettings,
     most_stages,
 )
-from ...triton_kernels.paged_attention_context import ContextSettings
-from ...triton_kernels.paged_attention_decode import (
+from batch_manager.triton_kernels.paged_attention_context import ContextSettings
+from batch_manager.triton_kernels.paged_attention_decode import (
     DecodeSettings,
     bytes_of_page,
     bytes_of_program,

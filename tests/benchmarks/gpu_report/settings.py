@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...triton_kernels.device_limits import device_limits
-from ...triton_kernels.fused_linear_settings import settings_of_few_rows
-from ...triton_kernels.paged_attention_context import context_settings
-from ...triton_kernels.paged_attention_decode import decode_settings
+from batch_manager.triton_kernels.device_limits import device_limits
+from batch_manager.triton_kernels.fused_linear_settings import settings_of_few_rows
+from batch_manager.triton_kernels.paged_attention_context import context_settings
+from batch_manager.triton_kernels.paged_attention_decode import decode_settings
+
 from .bench import Bench, OutOfTimeError
 from .correctness import KERNELS
 from .engines import joined

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager.tools import gpu_table, results
-from batch_manager.tools.gpu_report.records import FAILED, Record
-from batch_manager.tools.gpu_table import BEGIN, END, NOT_MEASURED, main, text_of, written_into
+from tests.benchmarks import gpu_results, gpu_table
+from tests.benchmarks.gpu_report.records import FAILED, Record
+from tests.benchmarks.gpu_table import BEGIN, END, NOT_MEASURED, main, text_of, written_into
 
 HEADER = {"device": "some GPU", "versions": {"torch": "2.11"}, "commit": "abc1234", "date": "2026-12-01T10:00:00Z"}
 
@@ -51,20 +51,20 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
     store.mkdir()
     old = write(tmp_path / "old", lines(Record("G1", "uniform", 1.0, 2.0), date="2026-11-30T10:00:00Z"))
     new = write(tmp_path / "new", lines(Record("G1", "uniform", 3.0, 2.0)))
-    results.add(new, store)
-    results.add(old, store)
+    gpu_results.add(new, store)
+    gpu_results.add(old, store)
     assert sorted(path.name for path in store.iterdir()) == [
         "2026-11-30T10-00-00Z-some-GPU.jsonl", "2026-12-01T10-00-00Z-some-GPU.jsonl"]
-    assert results.newest(store)[0]["ratio"] == 1.5
+    assert gpu_results.newest(store)[0]["ratio"] == 1.5
     with pytest.raises(ValueError, match="not a dry run"):
-        results.add(write(tmp_path / "dry", lines(Record("G1", "uniform", 1.0, 2.0), dry=True)), store)
+        gpu_results.add(write(tmp_path / "dry", lines(Record("G1", "uniform", 1.0, 2.0), dry=True)), store)
     for commit in ("unknown", "abc+"):
         with pytest.raises(ValueError, match="expected a known commit"):
-            results.add(write(tmp_path / "dirty", lines(Record("G1", "uniform", 1.0, 2.0), commit=commit)), store)
+            gpu_results.add(write(tmp_path / "dirty", lines(Record("G1", "uniform", 1.0, 2.0), commit=commit)), store)
 
     page = tmp_path / "performance.md"
     page.write_text(f"{BEGIN}\n{NOT_MEASURED}\n{END}\n")
-    monkeypatch.setattr(gpu_table, "newest", lambda: results.newest(store))
+    monkeypatch.setattr(gpu_table, "newest", lambda: gpu_results.newest(store))
     assert main(["--page", str(page), "--check"]) == 1
     assert "differs from the newest" in capsys.readouterr().err and NOT_MEASURED in page.read_text()
     assert main(["--page", str(page)]) == 0
@@ -73,5 +73,5 @@ def test_the_newest_result_counts_and_a_dry_run_is_none(tmp_path, monkeypatch, c
 
 
 def test_the_results_of_the_package_are_reports():
-    for path in Path(results.FOLDER).glob("*.jsonl"):
-        results.read(path)
+    for path in Path(gpu_results.FOLDER).glob("*.jsonl"):
+        gpu_results.read(path)

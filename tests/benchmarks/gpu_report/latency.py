@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..workload import Lengths, make_workload
+from batch_manager.tools.workload import Lengths, make_workload
+
 from .bench import Bench
 from .engines import engine
 from .records import Record

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from ..bench.errors import BenchmarkError
+from batch_manager.tools.bench.errors import BenchmarkError
+
 from .bench import Bench
 from .engines import engine
 from .records import Record

@@ -17,7 +17,7 @@ def interpret_kernels() -> None:
         raise RuntimeError(f"triton was imported without {INTERPRET}=1; a dry run interprets the kernels; "
                            "set the variable to 1")
     os.environ[INTERPRET] = "1"
-    from ...triton_kernels.interpreter import accept_arrays_of_one_element
+    from batch_manager.triton_kernels.interpreter import accept_arrays_of_one_element
 
     accept_arrays_of_one_element()
 
@@ -38,7 +38,7 @@ def dry_graphs() -> Iterator[None]:
 
     Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
     """
-    from ...runtime import graphs, native_backend
+    from batch_manager.runtime import graphs, native_backend
 
     before = native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph
     native_backend.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"

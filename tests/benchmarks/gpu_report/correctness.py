@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...triton_kernels.dispatch import kernel
+from batch_manager.triton_kernels.dispatch import kernel
+
 from .bench import Bench
 from .pages import Heads, PagedSequences, relative_error
 from .records import FAILED, Record
 
 CHECK_SECONDS = 0.8            # estimate for a kernel, including its compilation
-KERNELS = f"{__package__.rpartition('.tools.')[0]}.triton_kernels"
+KERNELS = "batch_manager.triton_kernels"
 
 
 def run(bench: Bench) -> Iterator[Record]:

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from batch_manager.tools.gpu_report import (
+from batch_manager.tools.workload import Lengths
+from tests.benchmarks.gpu_report import (
     decode_steps,
     engines,
     facts,
@@ -17,11 +18,10 @@ from batch_manager.tools.gpu_report import (
     shapes,
     step_profile,
 )
-from batch_manager.tools.gpu_report.bench import Bench
-from batch_manager.tools.gpu_report.decode_steps import Case, Size
-from batch_manager.tools.gpu_report.device_clock import DryClock
-from batch_manager.tools.gpu_report.records import check
-from batch_manager.tools.workload import Lengths
+from tests.benchmarks.gpu_report.bench import Bench
+from tests.benchmarks.gpu_report.decode_steps import Case, Size
+from tests.benchmarks.gpu_report.device_clock import DryClock
+from tests.benchmarks.gpu_report.records import check
 
 TINY = dataclasses.replace(shapes.TINY, positions=1024)
 DRY = headline.dry_workload()

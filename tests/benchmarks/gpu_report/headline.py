@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.request_options import RequestOptions
+from batch_manager.tools.bench.request_options import RequestOptions
+
 from .bench import Bench
 from .engines import engine
 from .records import Record

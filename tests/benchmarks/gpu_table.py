@@ -1,8 +1,8 @@
 """Write the newest GPU report into docs/performance.md, or a note that no GPU was measured.
 
-    python -m batch_manager.tools.gpu_table                                        from the results in the package
-    python -m batch_manager.tools.gpu_table --add FOLDER/gpu_report.jsonl          add a result first
-    python -m batch_manager.tools.gpu_table --check                                check that the page is current
+    python -m tests.benchmarks.gpu_table                                        from the files in gpu_results
+    python -m tests.benchmarks.gpu_table --add FOLDER/gpu_report.jsonl          add a result first
+    python -m tests.benchmarks.gpu_table --check                                check that the page is current
 
 The program replaces the text between two marker lines of the page. Exit status 1: with --check, the page differs; or a
 file cannot be read or written, or is not a report.
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .command_parser import CommandParser
-from .gpu_report.goals import ALL
-from .gpu_report.records import number, value, verdict
-from .marked_part import written_between
-from .results import add, newest
-from .standard_output import reported
+from batch_manager.tools.command_parser import CommandParser
+from batch_manager.tools.standard_output import reported
+from tests.benchmarks.gpu_report.goals import ALL
+from tests.benchmarks.gpu_report.records import number, value, verdict
+from tests.benchmarks.gpu_results import add, newest
+from tests.benchmarks.marked_part import written_between
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-BEGIN = "<!-- written by python -m batch_manager.tools.gpu_table: begin -->"
-END = "<!-- written by python -m batch_manager.tools.gpu_table: end -->"
+BEGIN = "<!-- written by python -m tests.benchmarks.gpu_table: begin -->"
+END = "<!-- written by python -m tests.benchmarks.gpu_table: end -->"
 # Goals whose cases are not in the table.
 LEFT_OUT = ("correctness", "decode-split", "fact", "profile", "sampling", "settings")
 NOT_MEASURED = "Not measured: no GPU has run this version."
@@ -56,7 +56,7 @@ def written_into(page: str, text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m batch_manager.tools.gpu_table", description=__doc__)
+    parser = CommandParser(prog="python -m tests.benchmarks.gpu_table", description=__doc__)
     parser.add_argument("--add", type=Path, help="report to add to the results first")
     parser.add_argument("--page", type=Path, default=PAGE, help="(that of the checkout)")
     parser.add_argument("--check", action="store_true", help="write nothing; compare only")

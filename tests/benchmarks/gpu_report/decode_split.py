@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, times_in_pages
-from ...triton_kernels.device_limits import device_limits
-from ...triton_kernels.paged_attention_decode import decode_settings
+from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, times_in_pages
+from batch_manager.triton_kernels.device_limits import device_limits
+from batch_manager.triton_kernels.paged_attention_decode import decode_settings
+
 from .bench import Bench
 from .pages import Heads, PagedSequences
 from .records import FAILED, Record

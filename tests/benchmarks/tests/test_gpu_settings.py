@@ -9,13 +9,19 @@ import pytest
 
 pytest.importorskip("triton")
 
-from batch_manager.tools.gpu_report.device_clock import Timing
-from batch_manager.tools.gpu_report.settings_candidates import (
+from batch_manager.triton_kernels.context_work_list import context_tile_rows
+from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list, times_in_pages
+from batch_manager.triton_kernels.device_limits import DeviceLimits
+from batch_manager.triton_kernels.fused_linear_settings import FusedLinearSettings, settings_of_few_rows
+from batch_manager.triton_kernels.paged_attention_context import ContextSettings, context_settings
+from batch_manager.triton_kernels.paged_attention_decode import DecodeSettings, decode_settings
+from tests.benchmarks.gpu_report.device_clock import Timing
+from tests.benchmarks.gpu_report.settings_candidates import (
     context_candidates,
     decode_candidates,
     fused_candidates,
 )
-from batch_manager.tools.gpu_report.settings_code import (
+from tests.benchmarks.gpu_report.settings_code import (
     Best,
     Parts,
     Trial,
@@ -24,12 +30,6 @@ from batch_manager.tools.gpu_report.settings_code import (
     text_of,
     tile_rows_code,
 )
-from batch_manager.triton_kernels.context_work_list import context_tile_rows
-from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, decode_work_list, times_in_pages
-from batch_manager.triton_kernels.device_limits import DeviceLimits
-from batch_manager.triton_kernels.fused_linear_settings import FusedLinearSettings, settings_of_few_rows
-from batch_manager.triton_kernels.paged_attention_context import ContextSettings, context_settings
-from batch_manager.triton_kernels.paged_attention_decode import DecodeSettings, decode_settings
 
 H100 = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
 ONE, TWO, THREE = (DecodeSettings(264, 4, stages) for stages in (4, 3, 2))
@@ -139,9 +139,9 @@ def test_candidates_begin_with_the_present_settings_and_fit_the_device():
 def test_settings_that_fail_or_give_wrong_results_are_not_timed(tmp_path):
     import torch
 
-    from batch_manager.tools.gpu_report.bench import Bench
-    from batch_manager.tools.gpu_report.device_clock import DryClock
-    from batch_manager.tools.gpu_report.settings import _timed
+    from tests.benchmarks.gpu_report.bench import Bench
+    from tests.benchmarks.gpu_report.device_clock import DryClock
+    from tests.benchmarks.gpu_report.settings import _timed
 
     bench = Bench(DryClock(torch.device("cpu")), torch.float32, tmp_path)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from ..host_bench import Setting, measure
+from batch_manager.tools.host_bench import Setting, measure
+
 from .bench import Bench
 from .records import Record
 

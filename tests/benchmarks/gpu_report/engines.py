@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
-from ...errors import ConfigError
-from ...gpt_manager import GptManager
-from ...names import SchedulerPolicy, TrtGptModelType
-from ..bench.client import DEFAULTS, Client, Receipt
-from ..bench.errors import BenchmarkError
-from ..bench.request_options import RequestOptions
-from ..bench.warm_up import warm_up_requests
+from batch_manager.config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError
+from batch_manager.gpt_manager import GptManager
+from batch_manager.names import SchedulerPolicy, TrtGptModelType
+from batch_manager.tools.bench.client import DEFAULTS, Client, Receipt
+from batch_manager.tools.bench.errors import BenchmarkError
+from batch_manager.tools.bench.request_options import RequestOptions
+from batch_manager.tools.bench.warm_up import warm_up_requests
+
 from .bench import Bench
 from .device_clock import DeviceActivity
 from .records import NOT_REACHED, Record
