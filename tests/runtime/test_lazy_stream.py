@@ -74,7 +74,6 @@ def test_a_readback_that_is_dropped_or_too_large_for_its_buffer_gets_a_new_one(m
         before = readbacks.pinned_bytes
         assert readbacks.start({"x": small}).wait()["x"].tolist() == [0, 1, 2, 3] and readbacks.pinned_bytes > before
         del dropped
-        assert readbacks.pinned_bytes == before
         assert readbacks.start({"x": large, "y": small}).wait()["x"].sum() == large.sum()
         assert readbacks.pinned_bytes == 2 * (large.nbytes + small.nbytes)
 
