@@ -11,7 +11,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+KERNELS = "kernels.tar.xz"               # in the folder of --prepare: a Triton cache
 KEY_FILE = "triton_key"                  # in the folder of --prepare
+PROBLEMS = "FIRST_QUARTER_PROBLEMS"      # variable: what could not be unpacked, one per line
 
 
 def triton_key() -> str:
@@ -35,6 +37,10 @@ def main(folder: Path | None) -> None:
     key = triton_key()
     prepared = (folder / KEY_FILE).read_text().strip() if folder and (folder / KEY_FILE).exists() else None
     verdict = {None: "none were prepared", key: "used"}.get(prepared, f"not used: made for the triton {prepared}")
+    problems = os.environ.get(PROBLEMS, "")
+    if problems:
+        print(problems)
+    verdict = "not used: they could not be unpacked" if KERNELS in problems else verdict
     print(f"this triton: {key}; kernels compiled ahead: {verdict}")
 
 

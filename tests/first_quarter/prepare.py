@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .__main__ import KERNELS, TRITON_VARIABLES
-from .facts import KEY_FILE
+from tests.harness.command_line import OptionError, make_folder
+
+from .__main__ import TRITON_VARIABLES, files_to_unpack
+from .facts import KERNELS, KEY_FILE
+from .runner import ARCHIVE, LIST
 from .stand_ins import make_stand_ins
 from .steps import CALL_SECONDS, ROOT
 
@@ -22,6 +25,7 @@ TORCH = ("torch==2.11.0", "nvidia-cuda-runtime==13.0.96")
 PACKAGES = ("triton==3.6.0", "numpy==2.5.2", "transformers==5.17.0", "safetensors==0.8.0", "orjson", "tokenizers",
             "pytest", "pytest-xdist", "hypothesis", "psutil", "filelock", "typing-extensions", "setuptools<82", "sympy",
             "networkx", "jinja2", "fsspec")
+COMPLETE, PROMPT = "packages.txt", "first_quarter"         # file and prompt of an environment that is made here
 CARRIED = ("orjson",)                    # needed by the package, and missing on the GPU machine
 # Wheels for the machine; pip matches these numbers exactly.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
@@ -32,11 +36,16 @@ COMPILED = (("examples/models/austen-4m", "8", "16"), ("qwen3-0.6b", "256"), ("l
 
 
 def prepare(folder: Path, environment: Path | None) -> int:
-    """Fill the folder, dry-run both calls, and print the commands of the calls. Return 0 if all succeeded, or 1."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.resolve().is_relative_to(ROOT):
-        keep_from_git(folder.resolve().relative_to(ROOT), ROOT)
+    """Fill the folder, dry-run both calls, and print the commands of the calls. Return 0 if all succeeded, or 1.
+
+    Raises OptionError if one of the folders cannot be used.
+    """
     environment = environment or default_environment()
+    make_folder("--prepare", folder)
+    make_folder("--environment", environment)
+    check_folders(folder.resolve(), environment.resolve())
+    if folder.resolve().is_relative_to(ROOT) and (ROOT / ".git").exists():
+        keep_from_git(folder.resolve().relative_to(ROOT), ROOT)
     done = [_timed("wheels", lambda: download_wheels(folder))]
     python = _timed("environment", lambda: make_environment(environment))
     if python is None:
@@ -44,8 +53,11 @@ def prepare(folder: Path, environment: Path | None) -> int:
               f"compiles them. The dry run takes {sys.executable}", flush=True)
     else:
         done.append(_timed("kernels", lambda: compile_kernels(Path(python), folder)))
-    dry = [str(python or sys.executable), "-m", "tests.first_quarter", "--dry-run", "--prepared", str(folder), "--out",
-           str(folder / "dry-run")]
+    results = folder / "dry-run"
+    for name in (pattern.format(call) for pattern in (ARCHIVE, LIST) for call in CALL_SECONDS):
+        (results / name).unlink(missing_ok=True)           # of an earlier --prepare
+    prepared = ["--prepared", str(folder)] if files_to_unpack(folder) else []
+    dry = [str(python or sys.executable), "-m", "tests.first_quarter", "--dry-run", *prepared, "--out", str(results)]
     done.append(_timed("dry run", lambda: subprocess.run(dry, cwd=ROOT, check=True).returncode == 0))
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     print(f"{folder} has {size / 2**20:.1f} MiB to carry")
@@ -53,6 +65,24 @@ def prepare(folder: Path, environment: Path | None) -> int:
         print(f"call {number} (carry {folder}; ends after {seconds} s): python3 -m tests.first_quarter --call {number} "
               f"--prepared {folder} --out $OUT --commit $(git rev-parse HEAD)")
     return 0 if python is not None and all(done) else 1
+
+
+def check_folders(folder: Path, environment: Path) -> None:
+    """Raise OptionError if the environment is a folder of something else, because making it deletes what is there, or
+    if the folder to carry has the checkout.
+    """
+    if ROOT.is_relative_to(folder):
+        raise OptionError(f"--prepare is {folder}, which has the checkout; expected a folder of its own, such as "
+                          ".first")
+    if folder.is_relative_to(environment):
+        raise OptionError(f"--environment is {environment}, which has the folder of --prepare; expected another "
+                          "folder; name one")
+    configuration = environment / "pyvenv.cfg"
+    is_ours = (environment / COMPLETE).exists() or (
+        configuration.exists() and PROMPT in configuration.read_text(errors="replace"))
+    if any(environment.iterdir()) and not is_ours:
+        raise OptionError(f"--environment is {environment}, which is not empty and no environment of --prepare, and "
+                          "would be deleted; expected a new folder, or one that --prepare made; name another one")
 
 
 def default_environment() -> Path:
@@ -95,10 +125,10 @@ def find_python() -> Path:
 
 def make_environment(folder: Path) -> Path:
     """Make a virtual environment with the packages of the GPU machine, unless it is there. Return its Python."""
-    python, complete = folder / "bin" / "python", folder / "packages.txt"
+    python, complete = folder / "bin" / "python", folder / COMPLETE
     packages = "\n".join((*TORCH, *PACKAGES))
     if not complete.exists() or complete.read_text() != packages:
-        _run(find_python(), "-m", "venv", "--clear", folder)
+        _run(find_python(), "-m", "venv", "--clear", "--prompt", PROMPT, folder)
         _run(python, "-m", "pip", "install", "-q", "--no-deps", *TORCH)
         _run(python, "-m", "pip", "install", "-q", *PACKAGES)
         make_stand_ins(folder / "lib" / f"python{PYTHON_VERSION}" / "site-packages")

@@ -1,35 +1,42 @@
 """Runs steps one after the other, and keeps what they found in two files that are written anew after each step.
 
-OUT/results.tar.xz has the log and the files of each step, OUT/steps.txt one entry per step.
+For call 1, OUT/results-1.tar.xz has the log and the files of each step, OUT/steps-1.txt one entry per step.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.command_line import OptionError
+
 from .steps import MINUTES, OUT, RATES, ROOT, Step
 
-ARCHIVE, LIST = "results.tar.xz", "steps.txt"
+ARCHIVE, LIST = "results-{}.tar.xz", "steps-{}.txt"                 # of the call with this number
 LINES = "gpu_report.jsonl"               # in the folder of each step that runs the report
 NUM_RATES = 3                            # as many as gpu_report/denominators.py measures
 TAIL_LINES = 12                          # of the log of a step that failed
 LOG_BYTES = 4 << 20                      # so much of the end of a log is kept
 ENDING_SECONDS = 3.0                     # for an interrupted step to print what it found, before it is killed
 REPORT_START_SECONDS = 8.0               # until the report's own time begins
+PR_SET_PDEATHSIG = 1                     # see prctl(2)
+LIBRARY = ctypes.CDLL(None)
 
 
 @dataclass(slots=True)
 class Runner:
     """A call in progress.
 
+    call          number of the call
     out           folder of the two files
     work          folder for the logs and files of steps
     cache         folder of compiled Triton kernels
@@ -37,8 +44,10 @@ class Runner:
     values        replaced argument -> arguments
     began         value of time.monotonic() at the start of the call
     seconds       time limit of the call; None: none, and each step may take as long as it likes
+    problems      first entries of the list of steps: what went wrong before
     """
 
+    call: int
     out: Path
     work: Path
     cache: Path
@@ -47,12 +56,20 @@ class Runner:
     began: float
     seconds: float | None
     is_dry: bool = False
+    problems: Sequence[str] = ()
 
     def run(self, steps: Sequence[Step]) -> bool:
-        """Run the steps, and return whether all succeeded."""
+        """Run the steps, and return whether all succeeded. KeyboardInterrupt ends the step, and is raised again."""
         self.work.mkdir(parents=True, exist_ok=True)
-        self.out.mkdir(parents=True, exist_ok=True)
-        entries: list[str] = []
+        entries = list(self.problems)
+        try:
+            return self._run_all(steps, entries)
+        except KeyboardInterrupt:
+            self._keep([*entries, f"interrupted at {self._now():.0f} s"], with_archive=True)
+            raise
+
+    def _run_all(self, steps: Sequence[Step], entries: list[str]) -> bool:
+        """Run the steps, append their entries, and return whether all succeeded."""
         latest_end, succeeded = 0.0, True
         for step in steps:
             latest_end += step.limit
@@ -61,11 +78,7 @@ class Runner:
                 entry, ok = f"{step.name}: not run, {max(left, 0):.0f} s were left; expected {step.expected} s", False
             else:
                 self._keep([*entries, f"{step.name}: running since {self._now():.0f} s"])
-                try:
-                    entry, ok = self._run(step, left)
-                except KeyboardInterrupt:
-                    self._keep([*entries, f"{step.name}: interrupted at {self._now():.0f} s"], with_archive=True)
-                    raise
+                entry, ok = self._run(step, left)
             entries.append(entry)
             succeeded &= ok
             print(entry, flush=True)
@@ -89,7 +102,8 @@ class Runner:
             try:
                 process = subprocess.Popen(
                     command, cwd=ROOT, env=self.environment | ({} if self.is_dry else dict(step.environment)),
-                    stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+                    stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                    preexec_fn=_end_with_the_parent if sys.platform == "linux" else None)
             except OSError as error:
                 return f"{step.name}: not run, {command[0]} cannot be started: {error}", False
             try:
@@ -126,17 +140,36 @@ class Runner:
         try:
             made = self.work.with_suffix(".txt")
             made.write_text("\n".join(entries) + "\n")
-            _replace(made, self.out / LIST)
+            _replace(made, self.out / LIST.format(self.call))
             if with_archive:
                 made = self.work.with_suffix(".tar.xz")
                 with tarfile.open(made, "w:xz", preset=1) as archive:
                     archive.add(self.work, "results")
-                _replace(made, self.out / ARCHIVE)
+                _replace(made, self.out / ARCHIVE.format(self.call))
         except (OSError, tarfile.TarError) as error:
             print(f"the results could not be written: {error}", flush=True)
 
 
+def claim(out: Path, call: int) -> None:
+    """Make the list of steps of a call, before the first step, so that no other program writes the same files.
+
+    Raises OptionError if the folder has files of this call.
+    """
+    for name in (ARCHIVE.format(call), LIST.format(call)):
+        if (out / name).exists():
+            raise OptionError(f"--out is {out}, which has {name} of an earlier call {call}; expected a folder without; "
+                              "name another one, or move the file away")
+    with contextlib.suppress(FileExistsError), (out / LIST.format(call)).open("x"):
+        return
+    claim(out, call)                                       # another program made it meanwhile
+
+
+def _end_with_the_parent() -> None:
+    LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _replace(made: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)       # it may have been removed meanwhile
     part = target.with_suffix(".part")                     # the target may be on another file system
     shutil.copyfile(made, part)
     part.replace(target)

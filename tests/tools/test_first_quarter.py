@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 from tests.benchmarks.gpu_report.sections import CORRECTNESS, SECTIONS
 from tests.first_quarter import __main__ as program
-from tests.first_quarter import runner
+from tests.first_quarter import prepare, runner
+from tests.first_quarter.facts import KERNELS, PROBLEMS
 from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
 from tests.first_quarter.steps import (
     CALL_SECONDS,
@@ -44,7 +46,17 @@ script = 'echo found > "$1/found"; test $2 = $3 && kill -9 $PPID; exit 0'
 steps = [dataclasses.replace(one, command=("sh", "-c", script, "sh", OUT, one.name, killing))
          for one in STEPS if one.call == call]
 folders = [folder / name for name in ("out", "work", "cache")]
-Runner(*folders, {"PATH": "/bin:/usr/bin"}, {}, time.monotonic(), 600).run(steps)
+Runner(call, *folders, {"PATH": "/bin:/usr/bin"}, {}, time.monotonic(), 600).run(steps)
+"""
+
+# The program with one step, which runs a shell script.
+PROGRAM = """
+import sys
+from tests.first_quarter import __main__ as program
+from tests.first_quarter.steps import Step
+command = ("sh", "-c", sys.argv[1])
+program.STEPS = [Step(1, "a-step", "", 60, 1, command, command)]
+sys.exit(program.main(sys.argv[2:]))
 """
 
 
@@ -56,25 +68,27 @@ def step(script, name="a-step", limit=20, **options):
 
 def run(tmp_path, *steps, seconds=60.0, is_dry=False, values=None):
     """Run the steps, and return (whether all succeeded, the entries of the list, name -> content of the archive)."""
-    call = Runner(tmp_path / "out", tmp_path / "work", tmp_path / "cache", {"PATH": os.environ["PATH"]},
-                    values or {}, time.monotonic(), seconds, is_dry=is_dry)
-    return call.run(steps), *came_back(tmp_path)
+    call = Runner(1, tmp_path / "out", tmp_path / "work", tmp_path / "cache", {"PATH": os.environ["PATH"]},
+                  values or {}, time.monotonic(), seconds, is_dry=is_dry)
+    return call.run(steps), *came_back(tmp_path / "out")
 
 
-def came_back(tmp_path):
-    assert {path.name for path in (tmp_path / "out").iterdir()} <= {ARCHIVE, LIST}
+def came_back(out, call=1):
+    """Return (the entries of the list, name -> content of the archive) of the only call in the folder."""
+    archive_path, list_path = out / ARCHIVE.format(call), out / LIST.format(call)
+    assert {path.name for path in out.iterdir()} <= {archive_path.name, list_path.name}
     files = {}
-    if (tmp_path / "out" / ARCHIVE).exists():
-        with tarfile.open(tmp_path / "out" / ARCHIVE) as archive:
+    if archive_path.exists():
+        with tarfile.open(archive_path) as archive:
             files = {one.name: archive.extractfile(one).read().decode() for one in archive if one.isfile()}
-    return (tmp_path / "out" / LIST).read_text(), files
+    return list_path.read_text(), files
 
 
 @pytest.mark.parametrize("killing", STEPS, ids=lambda one: one.name)
 def test_a_call_that_is_killed_in_a_step_leaves_every_earlier_result(killing, tmp_path):
     names = [one.name for one in STEPS if one.call == killing.call]
     subprocess.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT)
-    entries, files = came_back(tmp_path)
+    entries, files = came_back(tmp_path / "out", killing.call)
     earlier = names[: names.index(killing.name)]
     assert sorted(files) == sorted(f"results/{name}{end}" for name in earlier for end in ("/found", ".log"))
     lines = entries.splitlines()
@@ -137,24 +151,109 @@ def test_time_that_steps_leave_is_for_later_ones_and_the_call_ends_in_time(tmp_p
     assert "late: not run, 0 s were left; expected 1 s" in entries and time.monotonic() - began < 300
 
 
-def test_an_interrupted_call_keeps_the_log_of_its_step(tmp_path):
-    code = STAND_INS.replace("echo found", "echo begun; sleep 60; echo found").replace(
-        "call, killing", "import signal; signal.signal(signal.SIGTERM, signal.default_int_handler)\ncall, killing")
-    process = subprocess.Popen([sys.executable, "-c", code, "2", "", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
-    while not list(tmp_path.glob("work/*.log")) or not list(tmp_path.glob("work/*.log"))[0].read_text():
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_call_that_is_ended_keeps_the_log_of_its_step_and_ends_it(number, status, tmp_path):
+    """A second signal does not cost the results."""
+    out, pid = tmp_path / "out", tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, f"echo begun; echo $$ > {pid}; exec sleep 600", "--call",
+                                "1", "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not pid.exists() or not pid.read_text().endswith("\n"):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    entries, files = came_back(tmp_path)
-    assert files == {"results/kernels.log": "begun\n"} and "kernels: interrupted at" in entries
+    process.send_signal(number)
+    process.send_signal(number)
+    assert "Traceback" not in process.communicate()[1] and process.returncode == status
+    is_running = Path(f"/proc/{pid.read_text().strip()}/stat")
+    while is_running.exists() and ") Z " not in is_running.read_text():
+        time.sleep(0.01)
+    entries, files = came_back(out)
+    if status > 0:
+        assert files == {"results/a-step.log": "begun\n"} and "interrupted at" in entries
 
 
-def test_results_that_cannot_be_written_stop_no_step(tmp_path, capsys):
-    succeeded, entries, files = run(tmp_path, step("rm -r $1/../../out", "first"),
-                                    step(f"mkdir -p {tmp_path}/out", "second"))
-    assert succeeded and entries.count(": ok, ") == 2 and len(files) == 2
+def test_results_that_cannot_be_written_stop_no_step_and_a_lost_folder_is_made_again(tmp_path, capsys):
+    out = tmp_path / "out"
+    succeeded, entries, files = run(tmp_path, step(f"rm -r {out}; touch {out}", "first"), step(f"rm {out}", "second"),
+                                    step(f"rm -r {out}", "third"))
+    assert succeeded and entries.count(": ok, ") == 3 and len(files) == 3
     assert "the results could not be written: " in capsys.readouterr().out
+
+
+def test_two_calls_share_a_folder_and_a_call_is_not_repeated_in_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "STEPS", [dataclasses.replace(step("true"), call=call) for call in CALL_SECONDS])
+    for call in CALL_SECONDS:
+        assert program.main(["--call", str(call), "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {path.name for path in before} == {"results-1.tar.xz", "steps-1.txt", "results-2.tar.xz", "steps-2.txt"}
+    for given in (["--call", "2"], ["--dry-run"]):
+        assert "earlier call" in refused(capsys, *given, "--out", str(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def refused(capsys, *given):
+    """Return the one line on stderr of a refused command line."""
+    with pytest.raises(SystemExit) as end:
+        program.main(list(given))
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    return printed.err
+
+
+LONG = "a" * 300                         # longer than a name of a file may be
+
+
+@pytest.mark.parametrize("given, option", [
+    *((f"--call 1 --out {place}", "--out") for place in ("FILE", "FILE/x", "/proc/x", "''", "/dev/null", LONG)),
+    *((f"--prepare {place}", "--prepare") for place in ("FILE", "FILE/x", "/proc/x", "''", LONG, ".", "FOLDER/..")),
+    *((f"--prepare FOLDER/new --environment {place}", "--environment")
+      for place in ("FILE", "FILE/x", "/proc/x", "''", LONG, "FOLDER", "FOLDER/full", "FOLDER/venv", "FOLDER/new")),
+    *((f"--call 1 --out FOLDER/new --prepared {place}", "--prepared")
+      for place in ("FILE", "FOLDER", LONG, "none", "''")),
+    *((f"--call 1 --out FOLDER/new --seconds {number}", "--seconds") for number in ("0", "-5", "nan", "inf", "x")),
+    ("--call 1", "--out"), ("--call 1 --out FOLDER/new --commit ''", "--commit"),
+    ("--call 1 --out FOLDER/new --environment e", "--environment"), ("--dry-run --seconds 5", "--seconds"),
+    ("--dry-run --environment e", "--environment"), ("--dry-run --prepared none", "--prepared"),
+    *((f"--prepare FOLDER/new {option} 5", option) for option in ("--out", "--prepared", "--seconds", "--commit"))])
+def test_what_cannot_be_used_is_refused_by_name_and_nothing_is_touched(given, option, tmp_path, monkeypatch, capsys):
+    file, folder = tmp_path / "a file", tmp_path / "a folder"
+    for path in (file, folder / "full" / "kept", folder / "venv" / "pyvenv.cfg"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("kept")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(program, "STEPS", [])
+    if given == "--prepare .":
+        monkeypatch.chdir(ROOT)
+    elif given == "--prepare FOLDER/..":
+        monkeypatch.setattr(prepare, "ROOT", folder)
+    arguments = [one.replace("FILE", str(file)).replace("FOLDER", str(folder)) for one in shlex.split(given)]
+    error = refused(capsys, *arguments)
+    assert option in error and re.search("expected|leave it out|missing|not a number", error)
+    assert sorted(path for path in tmp_path.rglob("*") if path != folder / "new") == before
+
+
+def test_an_environment_that_was_made_here_may_be_made_again(tmp_path):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "pyvenv.cfg").write_text(f"prompt = '{prepare.PROMPT}'")
+    (tmp_path / "new").mkdir()
+    for name in ("half", "new"):
+        prepare.check_folders(tmp_path / "folder", tmp_path / name)
+
+
+def test_what_cannot_be_unpacked_is_in_the_list_and_in_the_facts(tmp_path, monkeypatch, capsys):
+    show = ("sh", "-c", f"echo ${PROBLEMS}")
+    monkeypatch.setattr(program, "STEPS", [Step(1, "facts", "", 9, 1, show, show)])
+    for name in (KERNELS, "orjson.whl"):
+        (tmp_path / name).write_text("damaged")
+    program.main(["--call", "1", "--out", str(tmp_path / "out"), "--prepared", str(tmp_path)])
+    entries, files = came_back(tmp_path / "out")
+    for text in (entries, files["results/facts.log"]):
+        assert all(f"{name} cannot be unpacked: " in text for name in (KERNELS, "orjson.whl"))
+
+
+def test_the_program_needs_no_package_that_the_gpu_machine_lacks():
+    code = "import sys; sys.modules.update(orjson=None, torch=None, pytest=None); import tests.first_quarter.__main__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):
@@ -208,10 +307,10 @@ def test_what_the_package_needs_is_there_or_carried():
 def test_a_dry_run_of_a_step_runs_it_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "STEPS", [one for one in STEPS if one.name in ("facts", "memcheck")])
     assert program.main(["--dry-run", "--out", str(tmp_path)]) == 0
-    with tarfile.open(tmp_path / "call-2" / ARCHIVE) as archive:
+    with tarfile.open(tmp_path / ARCHIVE.format(2)) as archive:
         tokens = json.loads(archive.extractfile("results/memcheck.log").read().splitlines()[-1])
     assert set(tokens) == {"0", "1", "2", "3"}
-    assert "facts: ok, " in (tmp_path / "call-1" / LIST).read_text()
+    assert "facts: ok, " in (tmp_path / LIST.format(1)).read_text()
 
 
 def test_memcheck_sees_every_allocation_and_a_sequence_in_parts():
