@@ -190,13 +190,13 @@ def _status(process: subprocess.Popen, seconds: float | None) -> str:
 
 
 def _has_rates(path: Path) -> bool:
-    """Return whether the report has all rates of the GPU."""
-    measured = 0
-    for line in path.read_text(errors="replace").splitlines():
+    """Return whether the report has all rates of the GPU, and ends with a whole line, so that it can be read."""
+    text, measured = path.read_text(errors="replace"), 0
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):              # the last line of a step that was killed
             record = json.loads(line)
             measured += record.get("goal") == "denominator" and record.get("status") == "measured"
-    return measured >= NUM_RATES
+    return measured >= NUM_RATES and text.endswith("\n")
 
 
 def _shorten(log: Path) -> None:

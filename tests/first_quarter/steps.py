@@ -49,11 +49,11 @@ def _pytest(processes: int, *arguments: str) -> tuple[str, ...]:
 
 
 def _report(call: int, name: str, text: str, limit: int, expected: int, sections: str, *options: str) -> Step:
-    """Return a step that runs sections of the report."""
+    """Return a step that runs sections of the report; `options` are those that have no effect in a dry run."""
     report = "tests.benchmarks.gpu_report"
-    options = ("--out", OUT, "--minutes", MINUTES, RATES, COMMIT, *options, "--section", *sections.split())
-    return Step(call, name, text, limit, expected, (PYTHON, "-m", report, *options),
-                (*_INTERPRETED, report, "--dry-run", *options))
+    shared = ("--out", OUT, "--minutes", MINUTES, RATES, COMMIT, "--section", *sections.split())
+    return Step(call, name, text, limit, expected, (PYTHON, "-m", report, *options, *shared),
+                (*_INTERPRETED, report, "--dry-run", *shared))
 
 
 def _gpu_tests(name: str, text: str, limit: int, expected: int, processes: int, *files: str) -> Step:

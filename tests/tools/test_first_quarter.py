@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.gpu_report.__main__ import parse_options
 from tests.benchmarks.gpu_report.sections import CORRECTNESS, SECTIONS
 from tests.first_quarter import __main__ as program
 from tests.first_quarter import prepare, runner
@@ -23,6 +24,7 @@ from tests.first_quarter.runner import ARCHIVE, LINES, LIST, NUM_RATES, Runner
 from tests.first_quarter.steps import (
     CALL_SECONDS,
     COMMIT,
+    MINUTES,
     OUT,
     PREPARED,
     PYTHON,
@@ -262,7 +264,8 @@ def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):
     line = json.dumps({"goal": "denominator", "status": "measured"})
     show = ("sh", "-c", 'echo "$@"', "sh", RATES, COMMIT)
     writes = f"printf '%s\\n' '{line}' >> $1/{LINES}; printf '{{' >> $1/{LINES}"
-    steps = [step(writes, "part"), Step(1, "before", "", 9, 1, show, show),
+    half = ";".join([f"printf '%s\\n' '{line}' >> $1/{LINES}"] * NUM_RATES + [f"printf '{{' >> $1/{LINES}"])
+    steps = [step(writes, "part"), step(half, "half"), Step(1, "before", "", 9, 1, show, show),
              step(";".join(["printf '\\n' >> $1/" + LINES, *[f"printf '%s\\n' '{line}' >> $1/{LINES}"] * NUM_RATES]),
                   "whole"), Step(1, "after", "", 9, 1, show, show)]
     _, _, files = run(tmp_path, *steps, values={COMMIT: ["--commit", "abc"]})
@@ -277,7 +280,7 @@ def test_variables_of_a_step_and_its_dry_command(tmp_path):
 
 
 def test_commands_name_what_is_there():
-    known = {PYTHON, OUT, COMMIT, RATES, PREPARED, "{minutes}"}
+    known = {PYTHON, OUT, COMMIT, RATES, PREPARED, MINUTES}
     for one in STEPS:
         for command in (one.command, one.dry):
             assert command[0] in (PYTHON, "env", "compute-sanitizer")
@@ -296,6 +299,11 @@ def test_reports_run_sections_that_there_are_within_their_limits():
             # The budget of the section `correctness` includes the compilation of its kernels, which are prepared.
             assert sum(sections[name].seconds for name in names if name != CORRECTNESS) <= one.limit
             assert one.dry[-len(names) :] == names
+            for command in (one.command, one.dry):
+                given = command[command.index("tests.benchmarks.gpu_report") + 1 :]
+                least = ["0.02" if argument == MINUTES else argument for argument in given
+                         if argument not in (RATES, COMMIT)]
+                assert set(parse_options(least).section) == set(names)
 
 
 def test_what_the_package_needs_is_there_or_carried():

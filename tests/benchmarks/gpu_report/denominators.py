@@ -1,5 +1,6 @@
 """Measure the memory bandwidth and the matrix rate of this GPU. Several goals compare with these rates."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,15 +22,17 @@ RATES = {
 def rates_of(lines: Iterable[dict[str, Any]], device: str) -> dict[str, float]:
     """Return the rates in the lines of a report of the same device. Those of a dry run are 1.
 
-    Raises ValueError if the report is one of another device, or lacks a rate.
+    Raises ValueError if the report is one of another device, or a rate is missing or no number above 0.
     """
     measured = {line["case"]: line for line in lines if line["goal"] == "denominator"
                 and line["status"] in (MEASURED, DRY)}
     for name, (case, _, _) in RATES.items():
         if case not in measured:
-            raise ValueError(f"the report has no {name}; expected a report that measured it; leave --rates out")
+            raise ValueError(f"it has no {name}; expected a report that measured it")
         if measured[case]["device"] != device:
-            raise ValueError(f"it is a report of {measured[case]['device']}; expected {device}; leave --rates out")
+            raise ValueError(f"it is a report of {measured[case]['device']}; expected {device}")
+        if measured[case]["status"] == MEASURED and not 0 < measured[case]["numerator"] < math.inf:
+            raise ValueError(f"its {name} is {measured[case]['numerator']}; expected a finite number above 0")
     return {name: (measured[case]["numerator"] or 1.0) * unit for name, (case, _, unit) in RATES.items()}
 
 

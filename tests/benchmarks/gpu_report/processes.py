@@ -110,6 +110,7 @@ def _child(function: Callable[[], None]) -> None:
     if sys.platform == "linux":                      # the process ends with its parent
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)     # Ctrl-C is for the parent, which ends this process
     status = 1
     try:
         function()

@@ -95,9 +95,14 @@ def check(line: Any) -> None:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a report. Raises ValueError for an invalid line."""
-    lines = [json.loads(text) for text in path.read_text().splitlines() if text]
-    for line in lines:
-        check(line)
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if text:
+            try:
+                lines.append(json.loads(text))
+                check(lines[-1])
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number}: {error}") from None
     return lines
 
 

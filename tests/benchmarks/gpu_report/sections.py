@@ -61,6 +61,8 @@ WITHOUT_BUDGET = (
             "all sequences", 0, ("G6b",)),
 )
 SECTIONS = WITH_BUDGET + WITHOUT_BUDGET
+# Sections that compare with the folder of peers.
+WITH_PEERS = ("headline", "headline-eager", "decode-attention", "context-attention")
 
 
 def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,17 @@ def decode(query, kv_pool, block_table, kv_lengths, scale):
 
 def context(query, kv_pool, block_table, cu_seqlens, kv_lengths, scale):
     return paged_attention_context(query, kv_pool, block_table, cu_seqlens, kv_lengths, None, scale)
+"""
+
+# A report whose section never ends, and prints the number of its process.
+ENDLESS = """
+import os, sys, time
+from tests.benchmarks.gpu_report import __main__ as program, processes
+def endless():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+program.report = lambda *given: processes.in_a_process(endless, None)
+sys.exit(program.main(["--dry-run", "--out", sys.argv[1]]))
 """
 
 
@@ -311,7 +323,75 @@ def test_the_parent_never_uses_the_device(monkeypatch, tmp_path, capfd):
     for module, name in ((torch.accelerator, "is_available"), (torch.cuda, "is_available"), (torch.cuda, "_lazy_init")):
         monkeypatch.setattr(module, name, is_available)
     assert main(["--out", str(tmp_path / "out")]) == 2
-    assert "torch finds no GPU" in capfd.readouterr().err and not (tmp_path / "out").exists()
+    assert "torch finds no GPU" in capfd.readouterr().err and not list((tmp_path / "out").iterdir())
+
+
+def refused(capsys, *given):
+    """Return the one line on stderr of a refused command line."""
+    from tests.benchmarks.gpu_report.__main__ import main
+
+    try:
+        status = main(given)
+    except SystemExit as end:
+        status = end.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == "" and printed.err.count("\n") == 1, printed
+    return printed.err
+
+
+LONG = "a" * 300                         # longer than a name of a file may be
+
+
+@pytest.mark.parametrize("given, option", [
+    *((f"--dry-run --out {place}", "--out") for place in ("FILE", "FILE/x", "/proc/x", "''", LONG, "REPORT")),
+    *((f"--workload {place}", "--workload") for place in ("FOLDER", "FILE/x", "/proc/x", LONG, "''")),
+    *((f"--dry-run --rates {place}", "--rates") for place in ("FILE", "FILE/x", "none", "''", "FOLDER", LONG, "DEEP")),
+    *((f"--dry-run --peers {place}", "--peers") for place in ("FILE", "none", "''", "FOLDER", LONG)),
+    ("--dry-run --rates REPORT/gpu_report.jsonl --out REPORT", "--out"), ("", "--out"),
+    *((f"--dry-run --minutes {number}", "--minutes") for number in ("0", "-1", "1e-9", "nan", "inf", "x")),
+    ("--dry-run --device cuda", "--device"), ("--dry-run --dtype float16", "--dtype"),
+    ("--dry-run --commit ''", "--commit"),
+    ("--out FOLDER/new --device banana", "--device"), ("--out FOLDER/new --device cpu", "--device"),
+    ("--dry-run --peers FOLDER --section rates", "--peers"), ("--workload FOLDER/new --dry-run", "--dry-run"),
+    *((f"--workload FOLDER/new {option} {value}", option) for option, value in (
+        ("--out", "x"), ("--section", "rates"), ("--peers", "x"), ("--minutes", "1"), ("--device", "cuda"),
+        ("--dtype", "float16"), ("--rates", "x"), ("--commit", "x")))])
+def test_what_cannot_be_used_is_refused_by_name_and_nothing_is_written(given, option, tmp_path, monkeypatch, capsys):
+    from tests.benchmarks.gpu_report import dry_run
+
+    file, folder, earlier, deep = (tmp_path / name for name in ("a file", "a folder", "a report", "deep"))
+    folder.mkdir()
+    earlier.mkdir()
+    deep.write_text("[" * 100_000)
+    for path in (file, earlier / "gpu_report.jsonl"):
+        path.write_text("kept")
+    before = sorted(path for path in tmp_path.rglob("*") if path != folder / "new")
+    monkeypatch.setattr(dry_run, "interpret_kernels", lambda: None)
+    places = {"FILE": file, "FOLDER": folder, "REPORT": earlier, "DEEP": deep}
+    error = refused(capsys, *(re.sub("|".join(places), lambda found: str(places[found[0]]), one)
+                              for one in shlex.split(given)))
+    assert option in error and re.search("expected|leave it out|missing|not a number", error)
+    assert sorted(path for path in tmp_path.rglob("*") if path != folder / "new") == before
+    assert file.read_text() == (earlier / "gpu_report.jsonl").read_text() == "kept" and not list(folder.glob("new/*"))
+
+
+def test_ctrl_c_ends_a_report_and_its_section_without_a_traceback(tmp_path):
+    """The terminal sends the signal to every process of the program."""
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], cwd=Path(__file__).parents[3], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    child = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)
+    printed = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in printed and "interrupted" in printed
+    while Path(f"/proc/{child}").exists():
+        time.sleep(0.01)
+
+
+def test_sections_of_several_options_all_run():
+    from tests.benchmarks.gpu_report.__main__ import parse_options
+
+    assert parse_options(["--dry-run", "--section", "host-time", "--section", "rates", "idle"]).section == [
+        "host-time", "rates", "idle"]
 
 
 def test_after_a_lost_device_no_further_kernel_is_compared(run, monkeypatch):
@@ -399,7 +479,9 @@ def test_rates_are_those_of_the_first_section_or_of_an_earlier_report(run):
     rates = rates_of(measured, "some GPU")
     assert rates == {"copy_bytes_s": 2e9, "read_bytes_s": 2e9, "matmul_flop_s": 2e12}
     assert run(section("decode-attention", compares, "G1"), rates=rates) == [line]
-    for lines, device in (([], "some GPU"), (measured[:1], "some GPU"), (measured, "another GPU")):
+    damaged = [{**line, "numerator": 0.0} for line in measured]
+    for lines, device in (([], "some GPU"), (measured[:1], "some GPU"), (measured, "another GPU"),
+                          (damaged, "some GPU")):
         with pytest.raises(ValueError, match="expected"):
             rates_of(lines, device)
 
