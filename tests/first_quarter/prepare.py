@@ -1,5 +1,6 @@
 """Prepares the first quarter of an hour on a GPU: wheels, kernels compiled ahead, and a dry run of both calls."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -55,7 +56,8 @@ def prepare(folder: Path, environment: Path | None) -> int:
         done.append(_timed("kernels", lambda: compile_kernels(Path(python), folder)))
     results = folder / "dry-run"
     for name in (pattern.format(call) for pattern in (ARCHIVE, LIST) for call in CALL_SECONDS):
-        (results / name).unlink(missing_ok=True)           # of an earlier --prepare
+        with contextlib.suppress(OSError):
+            (results / name).unlink()                      # of an earlier --prepare
     prepared = ["--prepared", str(folder)] if files_to_unpack(folder) else []
     dry = [str(python or sys.executable), "-m", "tests.first_quarter", "--dry-run", *prepared, "--out", str(results)]
     done.append(_timed("dry run", lambda: subprocess.run(dry, cwd=ROOT, check=True).returncode == 0))

@@ -78,7 +78,10 @@ class Runner:
                 entry, ok = f"{step.name}: not run, {max(left, 0):.0f} s were left; expected {step.expected} s", False
             else:
                 self._keep([*entries, f"{step.name}: running since {self._now():.0f} s"])
-                entry, ok = self._run(step, left)
+                try:
+                    entry, ok = self._run(step, left)
+                except OSError as error:                   # of the temporary folder, which may be full
+                    entry, ok = f"{step.name}: FAILED: {error}", False
             entries.append(entry)
             succeeded &= ok
             print(entry, flush=True)
@@ -92,7 +95,7 @@ class Runner:
     def _run(self, step: Step, seconds: float | None) -> tuple[str, bool]:
         """Run a step, and kill it and its children after `seconds`. Return its entry and whether it succeeded."""
         folder, log, began = self.work / step.name, self.work / f"{step.name}.log", self._now()
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         num_kernels = self._num_kernels()
         minutes = max(step.limit if seconds is None else seconds - REPORT_START_SECONDS, 1) / 60
         values = {**self.values, OUT: [str(folder)], MINUTES: [f"{minutes:.2f}"], RATES: self._rates()}

@@ -51,10 +51,12 @@ folders = [folder / name for name in ("out", "work", "cache")]
 Runner(call, *folders, {"PATH": "/bin:/usr/bin"}, {}, time.monotonic(), 600).run(steps)
 """
 
-# The program with one step, which runs a shell script.
+# The program with one step, which runs a shell script. A signal comes again while the archive is written.
 PROGRAM = """
-import sys
+import os, signal, sys, tarfile
 from tests.first_quarter import __main__ as program
+opened = tarfile.open
+tarfile.open = lambda *given, **more: os.kill(os.getpid(), signal.SIGINT) or opened(*given, **more)
 from tests.first_quarter.steps import Step
 command = ("sh", "-c", sys.argv[1])
 program.STEPS = [Step(1, "a-step", "", 60, 1, command, command)]
@@ -163,7 +165,6 @@ def test_a_call_that_is_ended_keeps_the_log_of_its_step_and_ends_it(number, stat
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(number)
-    process.send_signal(number)
     assert "Traceback" not in process.communicate()[1] and process.returncode == status
     is_running = Path(f"/proc/{pid.read_text().strip()}/stat")
     while is_running.exists() and ") Z " not in is_running.read_text():
@@ -179,6 +180,12 @@ def test_results_that_cannot_be_written_stop_no_step_and_a_lost_folder_is_made_a
                                     step(f"rm -r {out}", "third"))
     assert succeeded and entries.count(": ok, ") == 3 and len(files) == 3
     assert "the results could not be written: " in capsys.readouterr().out
+
+
+def test_a_step_whose_files_are_lost_costs_only_itself(tmp_path):
+    succeeded, entries, files = run(tmp_path, step(f"rm -r {tmp_path}/work", "first"),
+                                    step("echo fine", "second"))
+    assert not succeeded and entries.startswith("first: FAILED: ") and files == {"results/second.log": "fine\n"}
 
 
 def test_two_calls_share_a_folder_and_a_call_is_not_repeated_in_it(tmp_path, monkeypatch, capsys):
