@@ -42,22 +42,22 @@ def test_what_was_prepared_is_unpacked_for_the_steps(tmp_path):
         wheel.writestr("carried/__init__.py", "print('carried')")
     group = {"child_paths": {"kernel.cubin": "/where/it/was/made/A/kernel.cubin"}}
     packed(prepared / program.KERNELS, {"./A/kernel.cubin": "", "./A/__grp__kernel.json": json.dumps(group)})
-    variables = program.environment(tmp_path / "scratch", prepared, is_dry=False)
+    variables, told = program.environment(tmp_path / "scratch", prepared, is_dry=False)
     done = subprocess.run([sys.executable, "-c", "import carried"], env=variables, capture_output=True, text=True)
-    assert done.stdout == "carried\n"
+    assert done.stdout == "carried\n" and not told
     kernel = Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin"
     assert kernel.exists()                       # triton looks for each file where its group says
     group = json.loads(kernel.with_name("__grp__kernel.json").read_text())
     assert group["child_paths"] == {"kernel.cubin": str(kernel)}
 
 
-def test_what_cannot_be_unpacked_costs_only_itself(tmp_path, capsys):
+def test_what_cannot_be_unpacked_costs_only_itself(tmp_path):
     prepared = tmp_path / "prepared"
     prepared.mkdir()
     (prepared / "broken.whl").write_text("no wheel")
     packed(prepared / program.KERNELS, {"./A/kernel.cubin": ""})
-    variables = program.environment(tmp_path / "scratch", prepared, is_dry=False)
-    assert "broken.whl cannot be unpacked: BadZipFile" in capsys.readouterr().out
+    variables, told = program.environment(tmp_path / "scratch", prepared, is_dry=False)
+    assert "broken.whl cannot be unpacked: BadZipFile" in str(told)
     assert (Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin").exists()
 
 
