@@ -79,8 +79,8 @@ _PUBLIC = {
 
     # a model
     "register_model": "models.registry",
-    "ModelSpec": "models.model_spec",
-    "read_decoder_spec": "models.model_spec",
+    "ModelSpec": "models.spec",
+    "read_decoder_spec": "models.spec_reading",
     "Fields": "weights.json_file",
     "Weights": "weights.source",
     "LayerContext": "layers.context",
@@ -150,9 +150,9 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .layers.norm import RmsNorm as RmsNorm
     from .layers.rotary import Rotary as Rotary
     from .layers.rotary import RotaryParameters as RotaryParameters
-    from .models.model_spec import ModelSpec as ModelSpec
-    from .models.model_spec import read_decoder_spec as read_decoder_spec
     from .models.registry import register_model as register_model
+    from .models.spec import ModelSpec as ModelSpec
+    from .models.spec_reading import read_decoder_spec as read_decoder_spec
     from .names import ContextChunkingPolicy as ContextChunkingPolicy
     from .names import ErrorCode as ErrorCode
     from .names import FinishReason as FinishReason

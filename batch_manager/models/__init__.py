@@ -7,7 +7,7 @@ Yours    a new family is one file with a class like Llama's, and a line in regis
 """
 
 from .loading import LoadedModel, load_model, read_spec
-from .model_spec import ModelSpec
 from .registry import Model, register_model
+from .spec import ModelSpec
 
 __all__ = ["LoadedModel", "Model", "ModelSpec", "load_model", "read_spec", "register_model"]

@@ -17,12 +17,12 @@ from ..layers.norm import LayerNorm
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .alibi_slopes import alibi_slopes
-from .model_spec import (
+from .spec import ModelSpec
+from .spec_reading import (
     MAX_HEADS,
     MAX_POSITIONS,
     MAX_VOCAB,
     MAX_WIDTH,
-    ModelSpec,
     even_share,
     layer_count,
     name_or_alias,

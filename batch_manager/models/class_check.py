@@ -8,7 +8,7 @@ from ..attention.interface import LayerAttention
 from ..errors import ConfigError, counted, type_name
 from ..layers.rotary import RotaryParameters
 from ..weights.json_file import shown
-from .model_spec import DTYPES, ModelSpec
+from .spec import DTYPES, ModelSpec
 
 _METHODS = ("read_spec", "embed", "forward", "logits")
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_size", "hidden_size", "intermediate_size", "vocab_size",

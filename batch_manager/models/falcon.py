@@ -20,10 +20,10 @@ from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .alibi_slopes import alibi_slopes
-from .model_spec import (
+from .spec import ModelSpec
+from .spec_reading import (
     MAX_HEADS,
     MAX_WIDTH,
-    ModelSpec,
     even_share,
     layer_count,
     name_or_alias,

@@ -16,7 +16,8 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, read_alternating_windows, read_decoder_spec, read_softcap
+from .spec import ModelSpec
+from .spec_reading import read_alternating_windows, read_decoder_spec, read_softcap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

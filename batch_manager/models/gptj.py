@@ -14,12 +14,12 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary, RotaryParameters, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import (
+from .spec import ModelSpec
+from .spec_reading import (
     MAX_HEADS,
     MAX_POSITIONS,
     MAX_VOCAB,
     MAX_WIDTH,
-    ModelSpec,
     even_share,
     layer_count,
     read_activation,

@@ -16,8 +16,9 @@ from ..weights.source import DummyWeights
 from .class_check import refuse_wrong_spec
 from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
-from .model_spec import ModelSpec, check_spec, refuse_unread_aliases, refuse_unsupported_fields
 from .registry import Model, causal_class_of, find_model, is_shipped, known_architectures, model_type_of
+from .spec import ModelSpec
+from .spec_reading import check_spec, refuse_unread_aliases, refuse_unsupported_fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,8 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import (
-    ModelSpec,
-    read_alternating_windows,
-    read_decoder_spec,
-    read_rotary,
-    rope_fields_by_kind,
-)
+from .spec import ModelSpec
+from .spec_reading import read_alternating_windows, read_decoder_spec, read_rotary, rope_fields_by_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

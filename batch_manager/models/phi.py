@@ -14,7 +14,8 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec, refuse_windows
+from .spec import ModelSpec
+from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
 
 class Phi:

@@ -11,7 +11,7 @@ from ..layers.context import LayerContext
 from ..weights.json_file import Fields, shown
 from ..weights.source import Weights
 from .class_check import refuse_wrong_class
-from .model_spec import ModelSpec
+from .spec import ModelSpec
 
 
 class Model(Protocol):
@@ -21,7 +21,7 @@ class Model(Protocol):
                        as "model.rotary.inv_freq"; an expression matches the whole name. A checkpoint with any other
                        tensor that `__init__` does not request is refused, with an error that names the tensor
     understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
-                       such as "sliding_window". The tables in model_spec.py list all fields that can change what a
+                       such as "sliding_window". The tables in spec_reading.py list all fields that can change what a
                        model computes. A checkpoint is refused if one of its listed fields is not in `understands`
                        and has a value that changes the computation
     prompt_tuning_scale   optional; absent means 1. Factor by which the engine multiplies the embeddings of a

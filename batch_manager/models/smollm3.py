@@ -17,7 +17,8 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
-from .model_spec import ModelSpec, layer_count, read_decoder_spec, read_layer_types, windows_of
+from .spec import ModelSpec
+from .spec_reading import layer_count, read_decoder_spec, read_layer_types, windows_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import math
 import torch
 
 from ..errors import InsufficientMemoryError, counted
-from ..models.model_spec import ModelSpec
+from ..models.spec import ModelSpec
 from ..triton_kernels.cpu.large_pages import allocate
 from .device import is_out_of_memory, pinned
 

@@ -35,7 +35,7 @@ from ..handover import (
 )
 from ..layers.recording import NotRecordableError
 from ..models.loading import LoadedModel, load_model
-from ..models.model_spec import ModelSpec
+from ..models.spec import ModelSpec
 from ..sampling_config import PARAMETERS, SamplingConfig
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.attention_scratch import attention_scratch_bytes

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from ..loading_thread import check_interruption
 from ..models.loading import LoadedModel
-from ..models.model_spec import ModelSpec
+from ..models.spec import ModelSpec
 from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
 from ..triton_kernels.dispatch import use_triton
 from .compiled_step import CompiledStep

@@ -7,8 +7,8 @@ from ..attention.interface import Attention, PackedStep
 from ..errors import counted
 from ..layers.recording import NotRecordableError, RecordedAttention, Rows, record
 from ..models.loading import LoadedModel
-from ..models.model_spec import ModelSpec
 from ..models.registry import Model
+from ..models.spec import ModelSpec
 from ..triton_kernels.fused_linear_settings import FEW_ROWS, TILE_ROWS
 from .device import Uploads
 from .first_step import describe_difference, first_step

@@ -14,7 +14,7 @@ from batch_manager.attention import block_sizes
 from batch_manager.attention.interface import LayerAttention
 from batch_manager.config import BLOCK_SIZES, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
-from batch_manager.models.model_spec import ModelSpec
+from batch_manager.models.spec import ModelSpec
 from batch_manager.runtime import layouts, native_backend
 
 pytest.importorskip("triton", reason="triton is not installed")

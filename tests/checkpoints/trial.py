@@ -14,7 +14,7 @@ from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptMode
 from batch_manager.errors import ModelLoadError
 from batch_manager.models import loading, registry
 from batch_manager.models.end_ids import read_end_ids
-from batch_manager.models.model_spec import ModelSpec
+from batch_manager.models.spec import ModelSpec
 from batch_manager.weights.checkpoint import open_checkpoint
 
 from . import gguf_rules

@@ -11,8 +11,8 @@ import torch
 from batch_manager.errors import ModelLoadError, UnsupportedModelError
 from batch_manager.layers.rotary import RotaryParameters, inverse_frequencies
 from batch_manager.models import load_model, read_spec, register_model
-from batch_manager.models.model_spec import layer_count, read_decoder_spec
 from batch_manager.models.registry import _models, find_model
+from batch_manager.models.spec_reading import layer_count, read_decoder_spec
 from batch_manager.weights.source import DummyWeights
 
 DECODER = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,

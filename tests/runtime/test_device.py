@@ -6,7 +6,7 @@ import torch
 
 from batch_manager.attention.interface import LayerAttention
 from batch_manager.errors import ConfigError
-from batch_manager.models.model_spec import ModelSpec
+from batch_manager.models.spec import ModelSpec
 from batch_manager.runtime import device as device_module
 from batch_manager.runtime.device import (
     AllocatedMemory,

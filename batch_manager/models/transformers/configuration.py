@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import ModelLoadError, UnsupportedModelError
 from ...weights.json_file import Fields, shown
-from ..model_spec import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
+from ..spec_reading import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
 from .installed import ANOTHER_TYPE, SAVED_BY_ANOTHER_VERSION, first_words, transformers
 from .proven_types import PROVEN
 

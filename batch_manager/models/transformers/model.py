@@ -11,7 +11,8 @@ from ...errors import UnsupportedModelError, counted
 from ...layers.context import LayerContext
 from ...weights.json_file import Fields, shown
 from ...weights.source import Weights
-from ..model_spec import ModelSpec, read_dtype
+from ..spec import ModelSpec
+from ..spec_reading import read_dtype
 from .attention_function import DISCOVERING, RUNNING, RunningStep, in_step, register
 from .configuration import make_configuration, most_positions, refuse_untested_kinds
 from .discovery import DiscoveredLayer, discover

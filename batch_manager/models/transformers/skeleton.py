@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import ModelLoadError, UnsupportedModelError
 from ...weights.json_file import shown
-from ..model_spec import MAX_WEIGHTS
+from ..spec_reading import MAX_WEIGHTS
 from .installed import SAVED_BY_ANOTHER_VERSION, first_words, transformers
 
 MOST_CALLS = 500_000             # calls of torch, several for each module; they take about half a minute

@@ -1,9 +1,8 @@
-"""The spec of a model: the numbers of its config.json, parsed and checked."""
+"""Reads the spec of a model from the fields of its config.json, and checks the numbers."""
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ..attention.interface import LayerAttention
 from ..contained_log import log
@@ -11,6 +10,7 @@ from ..errors import ConfigError, ModelLoadError, counted
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields, shown
+from .spec import DTYPES, ModelSpec, Spec
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
 MAX_WEIGHTS = 2**44                                  # elements of all layers together
@@ -107,7 +107,6 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": 
                 "gelu_fast": "gelu_new", "relu": "relu"}
 _NO_DEFAULT = ("a number, because the model class has no default for it",
                "set it in the file, or pass the family's default to read_decoder_spec")
-DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float": "float32", "half": "float16"}    # as attributes of torch
 
 # Field of rotary parameters that no kind reads -> values that change nothing; None: any value. transformers ignores
@@ -118,68 +117,6 @@ _NEUTRAL_IN_ROPE: dict[str, tuple | None] = {
 # Field of rotary parameters -> kinds that read it. For other kinds, the log says that it has no effect.
 _READ_BY_SOME_KINDS = {"factor": ("linear", "dynamic", "llama3", "yarn", "longrope"),
                        "attention_factor": ("yarn", "longrope")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """The sizes and options of one model. A family with more sizes or options adds fields in a subclass.
-
-    head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
-    vocab_size               rows of the embedding
-    max_position_embeddings  number of positions that the model supports; with longrope, the number before scaling
-    attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
-    norm_epsilon             epsilon of all norms
-    tie_word_embeddings      whether the output projection to logits uses the embedding's matrix
-    rotary                   parameters of rotary positions. None: the model has learned positions, or ALiBi slopes in
-                             `attention`, or transformers computes its positions
-    rotary_size              leading entries of each head that are rotated; None: all
-    qkv_bias, out_bias       whether the attention's projections have biases
-    mlp_bias                 whether the projections of the feed-forward network have biases
-    qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one
-                             head or over all heads
-    gated_mlp                whether the feed-forward network has three matrices; otherwise two
-    dtype                    "float32", "float16" or "bfloat16", from config.json; None: the file does not state it
-    """
-
-    architecture: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    attention: tuple[LayerAttention, ...]
-    norm_epsilon: float
-    tie_word_embeddings: bool
-    activation: str
-    rotary: RotaryParameters | None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    gated_mlp: bool = True
-    rotary_size: int | None = None
-    dtype: str | None = None
-
-    @property
-    def num_weights(self) -> int:
-        """Number of elements in the model's matrices. Norms and biases, which are small, are not counted."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
-        rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
-        rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
-        has_slopes = any(layer.alibi_slopes is not None for layer in self.attention)
-        rows += self.max_position_embeddings if self.rotary is None and not has_slopes else 0
-        return rows * self.hidden_size
-
-    @property
-    def qkv_sizes(self) -> tuple[int, int, int]:
-        """Numbers of rows of the weights of the query, key and value projections."""
-        return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
-
-
-Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:

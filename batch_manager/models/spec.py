@@ -1,0 +1,71 @@
+"""The spec of a model: the numbers that its layers, its KV cache and its attention are made from."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..attention.interface import LayerAttention
+from ..layers.rotary import RotaryParameters
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The sizes and options of one model. A family with more sizes or options adds fields in a subclass.
+
+    head_size                entries of one attention head; hidden_size / num_heads unless the configuration states it
+    vocab_size               rows of the embedding
+    max_position_embeddings  number of positions that the model supports; with longrope, the number before scaling
+    attention                one LayerAttention for each layer: scale, window, softcap, ALiBi slopes, sink logits
+    norm_epsilon             epsilon of all norms
+    tie_word_embeddings      whether the output projection to logits uses the embedding's matrix
+    rotary                   parameters of rotary positions. None: the model has learned positions, or ALiBi slopes in
+                             `attention`, or transformers computes its positions
+    rotary_size              leading entries of each head that are rotated; None: all
+    qkv_bias, out_bias       whether the attention's projections have biases
+    mlp_bias                 whether the projections of the feed-forward network have biases
+    qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one
+                             head or over all heads
+    gated_mlp                whether the feed-forward network has three matrices; otherwise two
+    dtype                    "float32", "float16" or "bfloat16", from config.json; None: the file does not state it
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    attention: tuple[LayerAttention, ...]
+    norm_epsilon: float
+    tie_word_embeddings: bool
+    activation: str
+    rotary: RotaryParameters | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    gated_mlp: bool = True
+    rotary_size: int | None = None
+    dtype: str | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """Number of elements in the model's matrices. Norms and biases, which are small, are not counted."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
+        rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
+        has_slopes = any(layer.alibi_slopes is not None for layer in self.attention)
+        rows += self.max_position_embeddings if self.rotary is None and not has_slopes else 0
+        return rows * self.hidden_size
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Numbers of rows of the weights of the query, key and value projections."""
+        return (self.num_heads * self.head_size, *(self.num_kv_heads * self.head_size,) * 2)
+
+
+Spec = TypeVar("Spec", bound=ModelSpec)
