@@ -1,11 +1,84 @@
-"""The settings with which layers are constructed, apart from their weights."""
+"""The settings with which layers are constructed, apart from their weights, and the ports of a layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
-from ..errors import ConfigError
+if TYPE_CHECKING:
+    from .weight_form import WeightForm
+
+
+class Split(Protocol):
+    """The processes that share the weights of a layer, and what they exchange.
+
+    rank   index of this process
+    size   number of processes
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over all processes. May overwrite `x`."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` of all processes, in order of rank, concatenated along the last dimension."""
+        ...
+
+
+class OneProcess:
+    """The Split of a model that one process computes."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+ONE_PROCESS = OneProcess()
+
+
+class AdapterModule(Protocol):
+    """The adapters of one `Linear`."""
+
+    def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the outputs of the step's adapters for x [T, in] to y [T, out], in place."""
+        ...
+
+
+class AdapterPort(Protocol):
+    """The low-rank adapters of a model: their modules, and what each step uploads for them."""
+
+    def of(self, names: Sequence[str], in_size: int, sizes: Sequence[int]) -> AdapterModule | None:
+        """Return the module for a `Linear` with these arguments; None: it has no adapters."""
+        ...
+
+    def plan(self, step: Any) -> Sequence[np.ndarray] | None:
+        """Return the arrays that the adapters of a PackedStep need on the device, as `Attention.plan` does."""
+        ...
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the uploaded arrays of `plan`, in the same order."""
+        ...
+
+
+class WeightForms(Protocol):
+    """Chooses how a matrix is stored and multiplied, in place of weight_form.py."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, context: "LayerContext"
+                 ) -> "WeightForm | None":
+        """Return the form of the matrix [out, in] with its bias [out] or None; None: weight_form.py chooses."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,31 +91,17 @@ class LayerContext:
     compiled_step   on a CPU, store matrices in the layout of the compiled step, which runs a recorded forward in one
                     call; see recording.py
 
-    The next three fields are extension points. In this version they must be None: the layers that they concern
-    (`Linear`, `Embedding`, `Head`) raise ConfigError for any other value; see `refuse`.
+    The next three fields are ports. A layer asks them once, in its constructor.
 
-    split           tensor parallelism: the number of processes, the index of this process, and how to sum or gather
-                    results. `Linear(split=...)` states the dimension along which a layer is split
-    weight_form     how a matrix is stored and multiplied; see weight_form.py. None: unquantized, and packed if the
-                    device multiplies a packed matrix faster
-    adapters        low-rank adapters whose outputs are added to the output of a `Linear`, planned once per step
+    split           the processes that share the weights. In this version `Linear` refuses more than one
+    weight_form     how a matrix is stored and multiplied; None: the fastest form of weight_form.py
+    adapters        adapters whose outputs are added to the output of a `Linear`; None: no adapters
     """
 
     device: torch.device
     dtype: torch.dtype
     deterministic: bool = False
     compiled_step: bool = False
-    split: Any = None
-    weight_form: Any = None
-    adapters: Any = None
-
-    def refuse(self, layer: str, *ports: str) -> None:
-        """Raise ConfigError if one of the fields named in `ports` is set, because the layer does not support it.
-
-        layer   class and name of the layer, for the message
-        """
-        for port in ports:
-            value = getattr(self, port)
-            if value is not None:
-                raise ConfigError(f"LayerContext.{port} is {value!r} for {layer}",
-                                  "this version supports only None", f"leave {port} out")
+    split: Split = ONE_PROCESS
+    weight_form: WeightForms | None = None
+    adapters: AdapterPort | None = None

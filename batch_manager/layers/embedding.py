@@ -24,7 +24,6 @@ class Embedding:
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  scale: float | None = None, first_row: int = 0) -> None:
-        context.refuse(f"Embedding {name}", "split")
         self.name = name
         self.weight = weights.tensor(name, (first_row + rows, size))[first_row:]
         self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
@@ -54,7 +53,6 @@ class Head:
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  tied_to: Embedding | None = None, softcap: float | None = None, scale: float | None = None,
                  bias: bool = False) -> None:
-        context.refuse(f"Head {name}", "split")
         biases = weights.tensor(f"{name.removesuffix('.weight')}.bias", (rows,)) if bias else None
         if tied_to is None:
             weight = weights.tensor(name, (rows, size))

@@ -1,4 +1,4 @@
-"""Linear layers. weight_form.py decides how the weight is stored and multiplied."""
+"""Linear layers. weight_form.py decides how the weight is stored and multiplied; context.py has the ports."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,11 +7,11 @@ import torch
 
 from ..errors import ConfigError
 from ..weights.source import Weights
-from .context import LayerContext
+from .context import AdapterModule, LayerContext
 from .recording import Rows
-from .weight_form import make_weight_form
+from .weight_form import WeightForm, make_weight_form
 
-Split = Literal["columns", "rows"]
+SplitDimension = Literal["columns", "rows"]
 
 
 class Linear:
@@ -30,11 +30,13 @@ class Linear:
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
                  sizes: Sequence[int], *, bias: bool = False, transposed: bool = False,
-                 split: Split | None = None, row_order: torch.Tensor | None = None,
+                 split: SplitDimension | None = None, row_order: torch.Tensor | None = None,
                  scale: float | None = None) -> None:
         if split not in (None, "columns", "rows"):
             raise ConfigError(f"Linear {names[0]} has split={split!r}", "expected 'columns', 'rows' or None", "")
-        context.refuse(f"Linear {names[0]}", "split", "adapters")
+        if context.split.size > 1:
+            raise ConfigError(f"LayerContext.split has {context.split.size} processes for Linear {names[0]}",
+                              "this version supports only one", "leave split out")
         self.names, self.split = tuple(names), split
         rows = sizes if len(names) == len(sizes) else [sum(sizes)]
         stored = list(zip(names, rows, strict=True))
@@ -52,6 +54,10 @@ class Linear:
         self._matrix, self._outputs = form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
+        adapter = None if context.adapters is None else context.adapters.of(self.names, in_size, sizes)
+        if adapter is not None:
+            self._multiply, self._add_product = self._with_adapter, self._add_with_adapter
+            self._multiply_arguments = self._add_arguments = (form, adapter)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [T, in] as a new tensor [T, out]."""
@@ -68,3 +74,12 @@ class Linear:
         if isinstance(x, Rows):
             return x.multiplied(self._matrix, self._outputs, adds_to=residual)
         return self._add_product(x, residual, *self._add_arguments)
+
+    def _with_adapter(self, x: torch.Tensor, form: WeightForm, adapter: AdapterModule) -> torch.Tensor:
+        y = form.multiply(x, *form.multiply_arguments)
+        adapter.add(y, x)
+        return y
+
+    def _add_with_adapter(self, x: torch.Tensor, residual: torch.Tensor, form: WeightForm,
+                          adapter: AdapterModule) -> torch.Tensor:
+        return residual.add_(self._with_adapter(x, form, adapter))

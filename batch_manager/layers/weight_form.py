@@ -1,6 +1,6 @@
 """Chooses how the weight matrix of a layer is stored and multiplied.
 
-A layer calls the functions in its WeightForm directly. The layer itself handles tensor parallelism and adapters.
+A layer calls the functions in its WeightForm directly. The layer itself handles its ports: processes and adapters.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,10 @@ def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
 
 
 def make_weight_form(weight: torch.Tensor, bias: torch.Tensor | None, context: LayerContext) -> WeightForm:
-    """Return the fastest form of the matrix that satisfies the options of `context`, on its device."""
-    context.refuse("a matrix", "weight_form")
+    """Return the form that `context.weight_form` chooses, or the fastest form that satisfies the options."""
+    chosen = None if context.weight_form is None else context.weight_form(weight, bias, context)
+    if chosen is not None:
+        return chosen
     on_triton = dispatch.use_triton(context.device)
     if context.deterministic:
         return _row_by_row(weight if on_triton else _packed(weight), bias)     # the kernel needs an unpacked weight

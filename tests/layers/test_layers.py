@@ -1,6 +1,6 @@
 """Each kind of layer computes the right results, and adds them to a residual with `add_to`.
 
-A layer refuses options of LayerContext that are not implemented.
+It asks the ports of its LayerContext when it is made.
 """
 
 import json
@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional
 
 from batch_manager.errors import ConfigError
-from batch_manager.layers.context import LayerContext
+from batch_manager.layers.context import LayerContext, OneProcess
 from batch_manager.layers.embedding import Embedding, Head
 from batch_manager.layers.linear import Linear
 from batch_manager.layers.mlp import ACTIVATIONS, GatedMlp, Mlp
 from batch_manager.layers.norm import LayerNorm, RmsNorm
 from batch_manager.layers.rotary import Rotary, RotaryParameters
+from batch_manager.layers.weight_form import WeightForm
 from batch_manager.models import load_model
 from batch_manager.weights.source import DummyWeights
 
@@ -147,17 +148,56 @@ def test_a_rotary_table_of_a_part_of_a_head():
     torch.testing.assert_close((rotary.cos, rotary.sin), (angles.cos(), angles.sin()), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind, arguments", [
-    (Linear, (["a.b"], 8, [8])), (Embedding, ("e", 9, 8)), (Head, ("h", 9, 8))])
-@pytest.mark.parametrize("port", ["split", "weight_form", "adapters"])
-def test_a_port_that_is_not_built_is_refused_by_the_layers_it_concerns(kind, arguments, port):
-    assert getattr(LayerContext(device=CPU, dtype=torch.float32), port) is None
-    context = LayerContext(device=CPU, dtype=torch.float32, **{port: "int4"})
-    if (kind, port) in [(Embedding, "weight_form"), (Embedding, "adapters"), (Head, "adapters")]:
-        kind(DummyWeights(3, CPU, torch.float32), context, *arguments)        # it has nothing to do with that
-        return
-    with pytest.raises(ConfigError, match=f"LayerContext.{port} is 'int4' for .*supports only None; leave {port} out"):
-        kind(DummyWeights(3, CPU, torch.float32), context, *arguments)
+class OfOneLayer:
+    """An AdapterPort with one module, for the layer "a.b", which adds the sums of its inputs. It notes who asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def of(self, names, in_size, sizes):
+        self.asked.append((names, in_size, sizes))
+        return self if names == ("a.b",) else None
+
+    def add(self, y, x):
+        y.add_(x.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype, deterministic", FORMS)
+def test_an_adapter_of_a_layer_is_added_to_its_product(dtype, deterministic):
+    port, x, residual = OfOneLayer(), rows(dtype, 6, 8), rows(dtype, 6, 8)
+    context = LayerContext(device=CPU, dtype=dtype, deterministic=deterministic, adapters=port)
+    for name in ("a.b", "a.c"):
+        weights = RandomWeights(dtype)
+        layer = Linear(weights, context, [name], 8, [8])
+        expected = x.double() @ weights.given[f"{name}.weight"].T + (x.double().sum(-1, True) if name == "a.b" else 0)
+        assert_close(layer(x), expected, dtype)
+        assert_close(layer.add_to(residual.clone(), x), residual + expected, dtype)
+    assert port.asked == [(("a.b",), 8, [8]), (("a.c",), 8, [8])]      # once, when the layer is made
+
+
+def test_a_weight_form_of_ones_own_is_asked_for_every_matrix():
+    asked = []
+
+    def times_two(weight, bias, context):
+        asked.append((tuple(weight.shape), bias))
+        return None if weight.shape[0] == 9 else WeightForm(lambda x: 2 * x, (), None, (), shares_weight=False)
+
+    context = LayerContext(device=CPU, dtype=torch.float32, weight_form=times_two)
+    weights, x = DummyWeights(3, CPU, torch.float32), rows(torch.float32, 4, 8)
+    assert torch.equal(Linear(weights, context, ["a.b"], 8, [8])(x), 2 * x)
+    embedding = Embedding(weights, context, "h", 9, 8)
+    assert_close(Head(weights, context, "h", 9, 8)(x), x.double() @ embedding.weight.double().T, torch.float32)
+    assert asked == [((8, 8), None), ((9, 8), None)]
+
+
+def test_several_processes_are_refused():
+    class Two(OneProcess):
+        size = 2
+
+    context = LayerContext(device=CPU, dtype=torch.float32, split=Two())
+    with pytest.raises(ConfigError, match="LayerContext.split has 2 processes for Linear a.b; this version supports "
+                                          "only one; leave split out"):
+        Linear(DummyWeights(3, CPU, torch.float32), context, ["a.b"], 8, [8])
 
 
 def test_a_split_that_there_is_not_is_refused():
