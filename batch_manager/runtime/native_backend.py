@@ -291,13 +291,15 @@ class NativeBackend:
         self._layout: Layout | None = layout
         self._num_operations = 0                  # device operations done so far
         self._pool, self._host_pool = pool, host_pool
-        self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._uploads, self._readbacks, self._own_stages = Uploads(device), Readbacks(device), tuple(own_stages)
         self._allocated = AllocatedMemory(device)
         # On the default stream, steps and other GPU work of the process would wait for each other.
         self._stream = make_stream(device)
         # Padding rows of plain steps use one extra slot.
         is_plain = layout is not layouts.padded and can_bind(attention)
+        max_blocks = -(-max_seq_len // tokens_per_block)
+        self._tables = BlockTables(num_slots, max_blocks,
+                                   copied=(num_slots * max_beam_width, max_blocks) if is_plain else None)
         with on_stream(self._stream), torch.inference_mode():
             self._decoder = GptDecoder(num_slots + is_plain, device, self._own_stages,
                                        deterministic=loaded.deterministic, send=self._uploads.send)
@@ -312,8 +314,7 @@ class NativeBackend:
             with on_device(device, self._stream), torch.inference_mode():
                 self._plain_steps = PlainSteps(
                     self._runner, attention, self._decoder, self._tables, self._uploads, self._readbacks, device,
-                    num_slots=num_slots, max_beam_width=max_beam_width, max_seq_len=max_seq_len,
-                    tokens_per_block=tokens_per_block, mixed_sizes=graph_sizes)
+                    num_slots=num_slots, tokens_per_block=tokens_per_block, mixed_sizes=graph_sizes)
 
     def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
         """Launch a step; see seams.ModelBackend.
@@ -328,8 +329,6 @@ class NativeBackend:
               compute_threads(self._device, self._torch_threads)):
             if batch.context or batch.block_table_updates is not NO_UPDATES:
                 self._tables.update(batch)
-                if self._plain_steps is not None:
-                    self._plain_steps.resident.note(batch.block_table_updates)
             if batch.operations:
                 for operation in batch.new_operations(self._num_operations):
                     self._carry_out(operation)

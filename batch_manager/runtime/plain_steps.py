@@ -26,7 +26,6 @@ from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_m
 from .graphs import Graphs
 from .model_runner import ModelRunner
 from .packing import NO_CONTEXT_ROWS, NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
-from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 from .step_writer import StepWriter
 
@@ -44,35 +43,35 @@ class PlainSteps:
 
     attention        an attention for which `can_bind` is true
     decoder          a decoder for num_slots + 1 sequences; padding rows use the last slot
-    tables           the host's block tables
+    tables           the host's block tables, which note their changes for the copy on the device
     num_slots        number of sequences in the largest step
-    max_beam_width   number of rows of the block tables per slot
-    max_seq_len      number of tokens of the longest sequence
     mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see graph_shapes.py
 
-    graphs   the captured graphs; None: all launches are made one by one
+    block_tables   [rows + 1, max_blocks] int32 on the device, a copy of the host's block tables. Each step sends the
+                   entries that changed since the newest step before it. The last row belongs to no sequence
+    graphs         the captured graphs; None: all launches are made one by one
 
     After a sequence is set up in a slot >= num_slots, `serves` is false for all later steps. Padding rows use slot
     num_slots, and slots from num_slots on have no row in the block tables on the device.
     """
 
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
-                 uploads: Uploads, readbacks: Readbacks, device: torch.device, *, num_slots: int, max_beam_width: int,
-                 max_seq_len: int, tokens_per_block: int, mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
+                 uploads: Uploads, readbacks: Readbacks, device: torch.device, *, num_slots: int, tokens_per_block: int,
+                 mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
         self._runner, self._attention, self._decoder, self._tables = runner, attention, decoder, tables
         self._readbacks, self._device, self._tokens_per_block = readbacks, device, tokens_per_block
         self._num_slots, self.graphs = num_slots, None
         self._graph_rows: tuple[int, ...] = ()
         self._graph_sizes = NO_SIZES
         self._prepare_step = dispatch.kernel("prepare_step", device)
-        max_blocks = -(-max_seq_len // tokens_per_block)
+        num_rows, max_blocks = tables.copied
         self._max_tokens = max_blocks * tokens_per_block
-        self.resident = ResidentTables(num_slots * max_beam_width, max_blocks, device)
+        self.block_tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._mixed_sizes = mixed_sizes
         largest = StepShape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
-        self.inputs = StepInputs([largest, *self._mixed_shapes()], attention, self.resident.tensor, tokens_per_block,
+        self.inputs = StepInputs([largest, *self._mixed_shapes()], attention, self.block_tables, tokens_per_block,
                                  uploads)
-        self._writer = StepWriter(self.inputs, attention, self.resident, tables, uploads, padding_slot=num_slots)
+        self._writer = StepWriter(self.inputs, attention, self.block_tables, tables, uploads, padding_slot=num_slots)
 
     def serves(self, batch: ScheduledBatch) -> bool:
         """Whether the step of `batch` is plain, and its slots and blocks fit into the block tables on the device."""
@@ -105,7 +104,7 @@ class PlainSteps:
             self.run_step(shape)
         else:
             self.graphs.run(shape)
-        self.resident.are_sent()
+        self._tables.forget_changes()
         readback = self._readbacks.start({"results": self.inputs.tensors(shape).read_back}, is_reused=True)
         return PlainStep(batch, shape, self._decoder.state.active, readback)
 
@@ -132,7 +131,7 @@ class PlainSteps:
         given, decoder = self.inputs.tensors(shape), self._decoder
         counts = decoder.plain_counts(shape.num_sampled) if shape.samples else None
         prepared = self._prepare_step(
-            self.resident.tensor, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
+            self.block_tables, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
             given.slots[: shape.rows], given.positions, given.input_tokens, embedding=self._runner.table,
             cleared=counts)
         self._attention.bind(given.generation, given.contexts)
@@ -173,7 +172,7 @@ class PlainSteps:
 
     def _may_split(self, rows: int, context_tokens: int = 0) -> bool:
         """Whether attention may split keys into parts in a step of `rows` generation rows and `context_tokens`."""
-        max_blocks = self.resident.tensor.shape[1]
+        max_blocks = self.block_tables.shape[1]
         return (self._attention.most_parts(rows, max_blocks) > rows
                 or self._attention.most_context_work(context_tokens, MOST_CONTEXTS, max_blocks, True).split > 0)
 

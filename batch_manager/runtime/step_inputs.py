@@ -8,7 +8,7 @@ Computed on the host, without waiting for the device:
     slots and positions of the rows; tokens of the contexts and their entries in the KV cache pool; the work lists of
     attention; changed entries of the block tables
 On the device, at a fixed address while the engine lives:
-    the block tables (`resident_tables.py`); sampling parameters and newest tokens of each slot (`decoding/slots.py`);
+    the block tables; sampling parameters and newest tokens of each slot (`decoding/slots.py`);
     the KV cache pool
 In each step:
     one copy of all arrays to one buffer on the device, from a ring of pinned memory (`device.Uploads`); one copy of all

@@ -6,6 +6,7 @@ step_inputs.py defines plain steps.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ..attention.interface import BindableAttention
 from ..triton_kernels.context_work_list import ContextTileWork
@@ -13,7 +14,6 @@ from .block_tables import BlockTables
 from .device import Uploads
 from .graph_shapes import StepShape
 from .packing import ContextRows, GenerationRows
-from .resident_tables import ResidentTables
 from .step_inputs import StepInputs
 
 
@@ -39,15 +39,16 @@ class StepWork(NamedTuple):
 class StepWriter:
     """Writes the arrays of plain steps. step_inputs.py defines plain steps and their arrays.
 
+    block_tables   the copy on the device of the host's block tables, with a last row that belongs to no sequence
     tables         the host's block tables
-    resident       the copy of these tables on the device
     padding_slot   a slot that no sequence has
     """
 
-    def __init__(self, inputs: StepInputs, attention: BindableAttention, resident: ResidentTables, tables: BlockTables,
-                 uploads: Uploads, *, padding_slot: int) -> None:
-        self._inputs, self._attention, self._resident, self._tables = inputs, attention, resident, tables
+    def __init__(self, inputs: StepInputs, attention: BindableAttention, block_tables: torch.Tensor,
+                 tables: BlockTables, uploads: Uploads, *, padding_slot: int) -> None:
+        self._inputs, self._attention, self._block_tables, self._tables = inputs, attention, block_tables, tables
         self._uploads, self._padding_slot = uploads, padding_slot
+        self._spare_entry = block_tables.numel() - 1
 
     def plan(self, generation: GenerationRows, contexts: ContextRows | None, num_rows: int) -> StepWork:
         """Return the work of attention, with the generation rows padded to `num_rows` rows.
@@ -69,11 +70,11 @@ class StepWriter:
         contexts   None: the step has no contexts, and neither has `shape`
         """
         arrays, rows = self._inputs.arrays(shape), shape.rows
-        entries, blocks = self._resident.changes(self._tables)
+        entries, blocks = self._tables.changes()
         room = len(arrays["table_entries"])
         if len(entries) > room:                         # new prompts bring many blocks
-            self._resident.tensor.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
-        _fill(arrays["table_entries"], entries[:room], self._resident.spare_entry)
+            self._block_tables.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
+        _fill(arrays["table_entries"], entries[:room], self._spare_entry)
         _fill(arrays["table_blocks"], blocks[:room], 0)
         for index, (work_list, part_starts) in enumerate(work.generation):
             _fill(arrays[f"work_{index}"], work_list, -1)

@@ -145,14 +145,13 @@ class Engine:
         spec = SimpleNamespace(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8,
                                attention=(LayerAttention(scale=1.0),))
         pool = torch.empty(100, 1, 2, 1, SIZE, 8, device=META)
-        self.uploads, self.tables = CountedUploads(), BlockTables(SLOTS * WIDTH, 20)
+        self.uploads, self.tables = CountedUploads(), BlockTables(SLOTS * WIDTH, 20, copied=(SLOTS, 20))
         self.attention = triton_paged.TritonPagedAttention(spec, pool)
         self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
         monkeypatch.setattr(dispatch, "kernel", stub_kernel)
         self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
         self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, Readbacks(META),
-                                META, num_slots=SLOTS, max_beam_width=1, max_seq_len=20 * SIZE, tokens_per_block=SIZE,
-                                mixed_sizes=frozenset({(8, 64)}))
+                                META, num_slots=SLOTS, tokens_per_block=SIZE, mixed_sizes=frozenset({(8, 64)}))
 
     def run(self, batch):
         """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise).
@@ -180,12 +179,11 @@ class Engine:
         """
         self.uploads.sent.clear()
         self.tables.update(batch)
-        self.steps.resident.note(batch.block_table_updates)
         if not self.steps.serves(batch):
             return None
         with copies_from_the_host() as copies:
             shape = self.steps.write(batch)
             self.steps.inputs.send(shape)
             self.steps.run_step(shape)
-        self.steps.resident.are_sent()
+        self.tables.forget_changes()
         return self.uploads.sent, copies.found

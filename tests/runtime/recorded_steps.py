@@ -78,13 +78,12 @@ def record(backend, steps, batch):
     """Run the batch as a plain step within a Recorder. Return (shape of the step, recorder, `output` of the step)."""
     with torch.inference_mode():
         backend._tables.update(batch)
-        steps.resident.note(batch.block_table_updates)
         assert steps.serves(batch)
         shape = steps.write(batch)
         steps.inputs.send(shape)
         with Recorder() as recorder:
             steps.run_step(shape)
-    steps.resident.are_sent()
+    backend._tables.forget_changes()
     return shape, recorder, output(backend, steps, batch, shape)
 
 

@@ -118,11 +118,12 @@ class Engine:
 
     def __init__(self, stream, choose):
         self.stream = stream
-        self.uploads, self.tables, attention = Uploads(CPU), BlockTables(SLOTS, MAX_BLOCKS), Attention()
+        self.uploads, attention = Uploads(CPU), Attention()
+        self.tables = BlockTables(SLOTS, MAX_BLOCKS, copied=(SLOTS, MAX_BLOCKS))
         self.decoder = GptDecoder(SLOTS + 1, CPU, send=self.uploads.send)
         self.steps = PlainSteps(Runner(attention), attention, self.decoder, self.tables, self.uploads,
-                                Readbacks(ELSEWHERE), CPU, num_slots=SLOTS, max_beam_width=1,
-                                max_seq_len=MAX_BLOCKS * SIZE, tokens_per_block=SIZE, mixed_sizes=frozenset({MIXED}))
+                                Readbacks(ELSEWHERE), CPU, num_slots=SLOTS, tokens_per_block=SIZE,
+                                mixed_sizes=frozenset({MIXED}))
         self.steps.graphs = Graphs(stream, self.steps.run_step)
         self.steps.pad_to((1, 2, SLOTS))
         self._pretend_to_be_on_a_gpu(choose)
@@ -146,7 +147,6 @@ class Engine:
         """Do what NativeBackend.start does for a plain step."""
         before, waits = self.num_uploads, self.stream.waits
         self.tables.update(batch)
-        self.steps.resident.note(batch.block_table_updates)
         if batch.context:
             self.decoder.set_up((work.slot, work.setup) for work in batch.context)
         assert self.steps.serves(batch)
