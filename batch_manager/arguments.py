@@ -1,12 +1,21 @@
-"""Checks the constructor arguments of GptManager before anything is loaded."""
+"""The arguments of GptManager, checked before anything is loaded: EngineArguments and Callbacks, beside Parts."""
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from typing import Any
 
 from .config import Parts, TrtGptModelOptionalParams
 from .errors import ConfigError, counted
+from .loop.callbacks import (
+    GetInferenceRequestsCallback,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
 from .names import SchedulerPolicy, TrtGptModelType
 from .option_values import integer_in_words, plain_integer, shown_option
 from .sampling_config import UINT64_MAX
@@ -31,66 +40,126 @@ def check_threads_are_real() -> None:
                           way_out)
 
 
-def check_arguments(model_type: Any, max_beam_width: Any, scheduler_policy: Any, get_cb: Any, send_cb: Any,
-                    poll_cb: Any, stats_cb: Any, params: Any, parts: Any, exclude_input_in_output: Any = False,
-                    terminate_req_id: Any = None, max_draft_tokens: Any = None) -> tuple[int, int | None]:
-    """Check the arguments of GptManager's constructor. Return max_beam_width and terminate_req_id as plain ints.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArguments:
+    """The values among the arguments of GptManager: what an engine process gets from its host, and what processes that
+    run one model together must agree on.
 
-    Raises ConfigError, also in a process whose threads are greenlets.
+    GptManager documents the fields. Where it has no default, the default is AsyncEngine's. Numbers become plain ints.
+
+    Raises ConfigError.
     """
-    check_threads_are_real()
-    if not isinstance(model_type, TrtGptModelType):
-        raise ConfigError(f"model_type is {model_type!r}", "expected a member of TrtGptModelType",
-                          "for instance TrtGptModelType.InflightFusedBatching")
-    if not isinstance(scheduler_policy, SchedulerPolicy):
-        raise ConfigError(f"scheduler_policy is {scheduler_policy!r}", "expected a member of SchedulerPolicy",
-                          "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
-    beam_width = plain_integer(max_beam_width)
-    if beam_width is None or not 1 <= beam_width <= MAX_BEAM_WIDTH:
-        raise ConfigError(f"max_beam_width is {shown_option(max_beam_width)}",
-                          f"expected {integer_in_words(1, MAX_BEAM_WIDTH)}", "use 1 without beam search")
-    for name, callback in (("get_inference_requests_cb", get_cb), ("send_response_cb", send_cb)):
-        if not callable(callback):
-            raise ConfigError(f"{name} is of type {type(callback).__name__}", "expected a callable", "pass a function")
-    for name, callback in (("poll_stop_signal_cb", poll_cb), ("return_batch_manager_stats_cb", stats_cb)):
-        if callback is not None and not callable(callback):
-            raise ConfigError(f"{name} is of type {type(callback).__name__}", "expected a callable or None",
-                              "pass a function, or leave it out")
-    if not isinstance(params, TrtGptModelOptionalParams):
-        raise ConfigError(f"optional_params is of type {type(params).__name__}", "expected a TrtGptModelOptionalParams",
-                          "leave it out, or construct one")
+
+    model_path: str | os.PathLike[str] | None = None
+    model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching
+    max_beam_width: int = 1
+    scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    optional_params: TrtGptModelOptionalParams = field(default_factory=TrtGptModelOptionalParams)
+    terminate_req_id: int | None = None
+    max_draft_tokens: int = 0
+    exclude_input_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        model_type, policy = self.model_type, self.scheduler_policy    # of any type, as the user gave them
+        if not isinstance(model_type, TrtGptModelType):
+            raise ConfigError(f"model_type is {model_type!r}", "expected a member of TrtGptModelType",
+                              "for instance TrtGptModelType.InflightFusedBatching")
+        if not isinstance(policy, SchedulerPolicy):
+            raise ConfigError(f"scheduler_policy is {policy!r}", "expected a member of SchedulerPolicy",
+                              "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
+        beam_width = plain_integer(self.max_beam_width)
+        if beam_width is None or not 1 <= beam_width <= MAX_BEAM_WIDTH:
+            raise ConfigError(f"max_beam_width is {shown_option(self.max_beam_width)}",
+                              f"expected {integer_in_words(1, MAX_BEAM_WIDTH)}", "use 1 without beam search")
+        if not isinstance(self.optional_params, TrtGptModelOptionalParams):
+            raise ConfigError(f"optional_params is of type {type(self.optional_params).__name__}",
+                              "expected a TrtGptModelOptionalParams", "leave it out, or construct one")
+        last_id = plain_integer(self.terminate_req_id)
+        if self.terminate_req_id is not None and (last_id is None or not 0 <= last_id <= UINT64_MAX):
+            raise ConfigError(f"terminate_req_id is {shown_option(self.terminate_req_id)}",
+                              "expected an id in 0..2^64-1, or None",
+                              "leave it out if no request is to end the worker")
+        if plain_integer(self.max_draft_tokens) != 0:
+            raise ConfigError(f"max_draft_tokens is {shown_option(self.max_draft_tokens)}",
+                              "expected None or 0, because draft tokens are not supported",
+                              "leave it out")
+        if not isinstance(self.exclude_input_in_output, bool):
+            raise ConfigError(f"exclude_input_in_output is {self.exclude_input_in_output!r}", "expected True or False",
+                              "leave it out for False")
+        object.__setattr__(self, "max_beam_width", beam_width)
+        object.__setattr__(self, "terminate_req_id", last_id)
+        object.__setattr__(self, "max_draft_tokens", 0)
+
+    def digest(self) -> str:
+        """Return 64 hexadecimal digits, equal in all processes for equal values. A path counts by its text."""
+        path = None if self.model_path is None else os.fspath(self.model_path)
+        return sha256(repr(replace(self, model_path=path)).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """The callbacks among the arguments of GptManager, which documents them.
+
+    Raises ConfigError.
+    """
+
+    get_inference_requests_cb: GetInferenceRequestsCallback
+    send_response_cb: SendResponseCallback
+    poll_stop_signal_cb: PollStopSignalCallback | None = None
+    return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None
+
+    def __post_init__(self) -> None:
+        for name, takes in _TAKEN_BY_CALLBACKS.items():
+            callback, is_optional = getattr(self, name), name in ("poll_stop_signal_cb",
+                                                                  "return_batch_manager_stats_cb")
+            if not callable(callback) and not (is_optional and callback is None):
+                raise ConfigError(f"{name} is of type {type(callback).__name__}",
+                                  f"expected a callable{' or None' if is_optional else ''}",
+                                  f"pass a function{', or leave it out' if is_optional else ''}")
+            _check_call(name, callback, takes)
+
+
+_TAKEN_BY_CALLBACKS = {
+    "get_inference_requests_cb": ("max_num_requests",),
+    "send_response_cb": ("request_id", "tensors", "final_response", "error"),
+    "poll_stop_signal_cb": (),
+    "return_batch_manager_stats_cb": ("json",),
+}
+_TAKEN_BY_HOOKS = {
+    "trace": ("iteration_trace",), "after_responses": (), "at_end": ("health",),
+    "logits_post_processor_batched": ("request_ids", "logits", "token_ids"),
+}
+
+
+def checked_parts(parts: Any) -> Parts:
+    """Return `parts`, or a Parts without replacements for None. Raises ConfigError for anything else, and for a hook
+    that cannot be called as the engine calls it.
+    """
+    if parts is None:
+        return Parts()
     if not isinstance(parts, Parts):
         raise ConfigError(f"parts is of type {type(parts).__name__}", "expected a Parts",
                           "leave it out, or construct one")
-    hooks = [(f"Parts.{name}", getattr(parts, name), takes) for name, takes in (
-        ("trace", ("iteration_trace",)), ("after_responses", ()), ("at_end", ("health",)),
-        ("logits_post_processor_batched", ("request_ids", "logits", "token_ids")))]
-    for name, callback, takes in (
-            ("get_inference_requests_cb", get_cb, ("max_num_requests",)),
-            ("send_response_cb", send_cb, ("request_id", "tensors", "final_response", "error")),
-            ("poll_stop_signal_cb", poll_cb, ()), ("return_batch_manager_stats_cb", stats_cb, ("json",)), *hooks):
-        if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
-            raise ConfigError(f"{name} is an async or a generator function",
-                              "expected a plain function, because the worker does not run a returned coroutine or "
-                              "generator",
-                              "pass a function, for instance one that uses loop.call_soon_threadsafe")
-        if callback is not None and not can_be_called_with(callback, len(takes)):
-            raise ConfigError(f"{name} cannot be called with {counted(len(takes), 'argument')}",
-                              f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
-                              "accept these parameters, or *args" if takes else "make every parameter optional")
-    last_id = plain_integer(terminate_req_id)
-    if terminate_req_id is not None and (last_id is None or not 0 <= last_id <= UINT64_MAX):
-        raise ConfigError(f"terminate_req_id is {shown_option(terminate_req_id)}",
-                          "expected an id in 0..2^64-1, or None",
-                          "leave it out if no request is to end the worker")
-    if max_draft_tokens is not None and plain_integer(max_draft_tokens) != 0:
-        raise ConfigError(f"max_draft_tokens is {shown_option(max_draft_tokens)}",
-                          "expected None or 0, because draft tokens are not supported",
-                          "leave it out")
-    if not isinstance(exclude_input_in_output, bool):
-        raise ConfigError(f"exclude_input_in_output is {exclude_input_in_output!r}", "expected True or False",
-                          "leave it out for False")
-    return beam_width, last_id
+    for name, takes in _TAKEN_BY_HOOKS.items():
+        _check_call(f"Parts.{name}", getattr(parts, name), takes)
+    return parts
+
+
+def by_name(values: "EngineArguments | Callbacks") -> dict[str, Any]:
+    """Return the fields, as keyword arguments of GptManager."""
+    return {member.name: getattr(values, member.name) for member in fields(values)}
+
+
+def _check_call(name: str, callback: Callable[..., Any] | None, takes: tuple[str, ...]) -> None:
+    if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
+        raise ConfigError(f"{name} is an async or a generator function",
+                          "expected a plain function, because the worker does not run a returned coroutine or "
+                          "generator",
+                          "pass a function, for instance one that uses loop.call_soon_threadsafe")
+    if callback is not None and not can_be_called_with(callback, len(takes)):
+        raise ConfigError(f"{name} cannot be called with {counted(len(takes), 'argument')}",
+                          f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
+                          "accept these parameters, or *args" if takes else "make every parameter optional")
 
 
 def can_be_called_with(function: Callable[..., Any], count: int) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import Callbacks, EngineArguments
 from .clock import reliable
 from .config import KvCacheConfig, Limits, Parts, TrtGptModelOptionalParams, resolve_limits
 from .contained_log import log
@@ -17,13 +18,7 @@ from .errors import ConfigError, counted, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
-from .loop.callbacks import (
-    GetInferenceRequestsCallback,
-    GuardedCallbacks,
-    PollStopSignalCallback,
-    ReturnBatchManagerStatsCallback,
-    SendResponseCallback,
-)
+from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.static_batch import StaticBatch
@@ -37,28 +32,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def build_loop(
-    *,
-    model_path: Any,
-    model_type: TrtGptModelType,
-    max_beam_width: int,
-    scheduler_policy: SchedulerPolicy,
-    get_inference_requests_cb: GetInferenceRequestsCallback,
-    send_response_cb: SendResponseCallback,
-    poll_stop_signal_cb: PollStopSignalCallback | None,
-    return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None,
-    optional_params: TrtGptModelOptionalParams,
-    terminate_req_id: int | None,
-    exclude_input_in_output: bool,
-    parts: Parts,
-    heartbeat: Heartbeat | None = None,
-) -> GenerationLoop:
+def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
+               heartbeat: Heartbeat | None = None) -> GenerationLoop:
     """Load the model, size the pool and build the loop. Starts no thread.
 
+    parts       as `checked_parts` returns it
     heartbeat   written at each entry to and exit from foreign code
 
     Raises ConfigError and its subclasses, after closing the backend.
     """
+    model_type, max_beam_width = arguments.model_type, arguments.max_beam_width
+    optional_params, scheduler_policy = arguments.optional_params, arguments.scheduler_policy
     static_batch = model_type is TrtGptModelType.V1
     if static_batch:
         check_static_batching_options(optional_params, parts)
@@ -67,7 +51,7 @@ def build_loop(
         scheduler_policy = SchedulerPolicy.GUARANTEED_NO_EVICT    # members of a static batch are never paused
     clock = reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, optional_params.log_callback_errors)
-    backend = _make_backend(model_path, model_type, max_beam_width, optional_params, parts)
+    backend = _make_backend(arguments.model_path, model_type, max_beam_width, optional_params, parts)
     try:
         info = backend.info
         if not isinstance(info, BackendInfo):
@@ -81,14 +65,15 @@ def build_loop(
         if limits.runs_ahead and not pool_fits_running_ahead(kv_cache_manager, limits):
             limits = replace(limits, runs_ahead=False)
             kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
-        callbacks = GuardedCallbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
-                                     return_batch_manager_stats_cb, guard, parts.after_responses, parts.at_end)
+        guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
+                                   callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
+                                   parts.after_responses, parts.at_end)
         admission = Admission(
             limits,
             max_request_bytes=optional_params.max_request_bytes,
             gather_context_logits=optional_params.gather_context_logits,
             gather_generation_logits=optional_params.gather_generation_logits,
-            exclude_input_in_output=exclude_input_in_output,
+            exclude_input_in_output=arguments.exclude_input_in_output,
             static_batching=static_batch,
             logits_post_processor_batched=parts.logits_post_processor_batched,
             blocks_of=partial(kv_cache_manager.reservations.most_blocks,
@@ -96,9 +81,10 @@ def build_loop(
             guard=guard)
         loop = GenerationLoop(
             limits=limits,
-            callbacks=callbacks,
-            intake=Intake(callbacks, admission, QueueBounds.of(optional_params), clock,
-                          optional_params.max_admissions_per_iteration, terminate_req_id),
+            callbacks=guarded,
+            intake=Intake(guarded, admission, QueueBounds.of(optional_params), clock,
+                          optional_params.max_admissions_per_iteration,
+                          arguments.terminate_req_id),
             scheduler=(make_static_batch_scheduler(limits, kv_cache_manager) if static_batch
                        else chosen_scheduler(parts.scheduler, limits, kv_cache_manager)),
             kv_cache_manager=kv_cache_manager,

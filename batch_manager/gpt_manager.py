@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from .arguments import check_arguments
+from .arguments import Callbacks, EngineArguments, check_threads_are_real, checked_parts
 from .build import build_loop
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
@@ -101,35 +101,27 @@ class GptManager:
                 raise ConfigError("model_path and trt_engine_path are both set", "they are aliases",
                                   "leave one of them out")
             model_path = trt_engine_path
-        params = _DEFAULT_PARAMS if optional_params is None else optional_params
-        parts = _DEFAULT_PARTS if parts is None else parts
         required = {"model_type": model_type, "max_beam_width": max_beam_width, "scheduler_policy": scheduler_policy,
                     "get_inference_requests_cb": get_inference_requests_cb, "send_response_cb": send_response_cb}
         missing = [name for name, value in required.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"GptManager() is missing {', '.join(missing)}")
-        max_beam_width, terminate_req_id = check_arguments(
-            model_type, max_beam_width, scheduler_policy, get_inference_requests_cb, send_response_cb,
-            poll_stop_signal_cb, return_batch_manager_stats_cb, params, parts, exclude_input_in_output,
-            terminate_req_id, max_draft_tokens)
+        check_threads_are_real()
+        arguments = EngineArguments(
+            model_path=model_path, model_type=model_type, max_beam_width=max_beam_width,
+            scheduler_policy=scheduler_policy,
+            optional_params=_DEFAULT_PARAMS if optional_params is None else optional_params,
+            terminate_req_id=terminate_req_id, max_draft_tokens=0 if max_draft_tokens is None else max_draft_tokens,
+            exclude_input_in_output=exclude_input_in_output)
+        callbacks = Callbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
+                              return_batch_manager_stats_cb)
+        params, parts = arguments.optional_params, checked_parts(parts)
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
-        loop = load_in_own_thread(lambda: build_loop(
-            model_path=model_path,
-            model_type=model_type,
-            max_beam_width=max_beam_width,
-            scheduler_policy=scheduler_policy,
-            get_inference_requests_cb=get_inference_requests_cb,
-            send_response_cb=send_response_cb,
-            poll_stop_signal_cb=poll_stop_signal_cb,
-            return_batch_manager_stats_cb=return_batch_manager_stats_cb,
-            optional_params=params,
-            terminate_req_id=terminate_req_id,
-            exclude_input_in_output=exclude_input_in_output,
-            parts=replace(parts, clock=clock),
-            heartbeat=control.heartbeat,
-        ), undo=lambda loop: close_unused(loop.backend))
+        loop = load_in_own_thread(
+            lambda: build_loop(arguments, callbacks, replace(parts, clock=clock), control.heartbeat),
+            undo=lambda loop: close_unused(loop.backend))
         self._control = control
         self._loop = loop
         self._info = EngineInfo.of(loop.limits, loop.backend.info)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, Never, Self
 
+from ..arguments import Callbacks, EngineArguments, by_name, checked_parts
 from ..config import Parts, TrtGptModelOptionalParams, unknown_option
 from ..engine_info import EngineInfo
 from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
@@ -74,27 +75,26 @@ class AsyncEngine:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}", "expected a bool", f"pass {name}=True or {name}=False")
         check_asyncio("AsyncEngine.start()")
-        return await asyncio.to_thread(cls._make, model_path, model_type, max_beam_width, scheduler_policy,
-                                       return_batch_manager_stats_cb, optional_params, parts, takes_all, process)
+        arguments = EngineArguments(
+            model_path=model_path, model_type=model_type, max_beam_width=max_beam_width,
+            scheduler_policy=scheduler_policy,
+            optional_params=TrtGptModelOptionalParams() if optional_params is None else optional_params,
+            exclude_input_in_output=True)
+        if not takes_all:
+            arguments = replace(arguments, optional_params=_without_queue_limits(arguments.optional_params))
+        switchboard = Switchboard()
+        callbacks = Callbacks(switchboard.get, switchboard.send, switchboard.poll, return_batch_manager_stats_cb)
+        return await asyncio.to_thread(cls._make, arguments, switchboard, callbacks, checked_parts(parts), process)
 
     @classmethod
-    def _make(cls, model_path: Any, model_type: TrtGptModelType, max_beam_width: int,
-              scheduler_policy: SchedulerPolicy, stats: Callable[[str], None] | None,
-              optional_params: TrtGptModelOptionalParams | None, parts: Parts | None, takes_all: bool,
+    def _make(cls, arguments: EngineArguments, switchboard: Switchboard, callbacks: Callbacks, parts: Parts,
               process: bool) -> Self:
-        switchboard, parts = Switchboard(), Parts() if parts is None else parts
-        if not takes_all and isinstance(optional_params, TrtGptModelOptionalParams | None):
-            optional_params = _without_queue_limits(optional_params or TrtGptModelOptionalParams())
+        manager: GptManager | EngineProcess
         if process:
-            return cls(EngineProcess(switchboard, {
-                "model_path": model_path, "model_type": model_type, "max_beam_width": max_beam_width,
-                "scheduler_policy": scheduler_policy, "optional_params": optional_params, "parts": parts,
-            }, stats), switchboard, parts.clock is None)
-        if isinstance(parts, Parts):           # otherwise GptManager raises
-            parts = switchboard.hooked_into(parts)
-        return cls(GptManager(model_path, model_type, max_beam_width, scheduler_policy, switchboard.get,
-                              switchboard.send, switchboard.poll, stats, optional_params, parts=parts,
-                              exclude_input_in_output=True), switchboard, parts.clock is None)
+            manager = EngineProcess(switchboard, arguments, parts, callbacks.return_batch_manager_stats_cb)
+        else:
+            manager = GptManager(**by_name(arguments), **by_name(callbacks), parts=switchboard.hooked_into(parts))
+        return cls(manager, switchboard, parts.clock is None)
 
     def stream(self, tensors: Mapping[str, Any], **options: Any) -> "Stream":
         """Submit a request immediately and return the stream of its output.

@@ -18,8 +18,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..arguments import check_arguments
-from ..config import Parts, TrtGptModelOptionalParams
+from ..arguments import EngineArguments, by_name, check_threads_are_real
+from ..config import Parts
 from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
@@ -49,24 +49,21 @@ class EngineProcess:
     ends in any way. The engine process ignores SIGINT, SIGTERM and SIGHUP, which this process handles.
     """
 
-    def __init__(self, switchboard: Switchboard, arguments: dict[str, Any],
+    def __init__(self, switchboard: Switchboard, arguments: EngineArguments, parts: Parts,
                  stats: Callable[[str], None] | None) -> None:
         """Start the process and wait until its engine runs.
 
-        arguments   keyword arguments of GptManager, without callbacks
-        Raises      the errors of the constructor of GptManager; ConfigError if an argument cannot be pickled
+        parts, stats   as for GptManager, checked. Hooks and statistics callback run in this process
+        Raises         the errors of the constructor of GptManager; ConfigError if an argument cannot be pickled
         """
+        check_threads_are_real()
         self._process_id = os.getpid()
-        params, parts = arguments["optional_params"], arguments["parts"]
-        params = TrtGptModelOptionalParams() if params is None else params
-        check_arguments(arguments["model_type"], arguments["max_beam_width"], arguments["scheduler_policy"],
-                        switchboard.get, switchboard.send, switchboard.poll, stats, params, parts)
-        arguments = {**arguments, "parts": replace(parts, after_responses=None, at_end=None)}
-        _check_sendable(arguments)
+        params, parts_to_send = arguments.optional_params, replace(parts, after_responses=None, at_end=None)
+        _check_sendable({**by_name(arguments), "parts": parts_to_send})
         self._link = link = Link(switchboard, parts, stats, params.log_callback_errors)
         self._hang_warning_s = params.hang_warning_s
         try:
-            link.wire.send(Start(arguments, stats is not None, log.getEffectiveLevel()))
+            link.wire.send(Start(arguments, parts_to_send, stats is not None, log.getEffectiveLevel()))
             answer = link.first_answer()
             if isinstance(answer, NotStarted):
                 raise answer.error
@@ -75,8 +72,9 @@ class EngineProcess:
             self._admission = Admission(
                 answer.limits, max_request_bytes=params.max_request_bytes,
                 gather_context_logits=params.gather_context_logits,
-                gather_generation_logits=params.gather_generation_logits, exclude_input_in_output=True,
-                static_batching=arguments["model_type"] is TrtGptModelType.V1, blocks_of=lambda _: 0,
+                gather_generation_logits=params.gather_generation_logits,
+                exclude_input_in_output=arguments.exclude_input_in_output,
+                static_batching=arguments.model_type is TrtGptModelType.V1, blocks_of=lambda _: 0,
                 logits_post_processor_batched=parts.logits_post_processor_batched).for_other_threads()
             weakref.finalize(self, link.ask_to_abort).atexit = False
             list_worker(link)

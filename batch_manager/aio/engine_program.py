@@ -14,7 +14,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..config import Parts
+from ..arguments import Callbacks, by_name
 from ..errors import ConfigError, InvalidRequestError, type_name
 from ..gpt_manager import GptManager
 from ..names import FinishReason
@@ -91,14 +91,9 @@ class Exchange:
 
     def make_manager(self, start: Start) -> GptManager:
         """Create the manager. Raises the errors of the constructor of GptManager."""
-        arguments = dict(start.arguments)
-        parts = arguments["parts"]
-        if isinstance(parts, Parts):           # otherwise GptManager raises
-            arguments["parts"] = replace(parts, after_responses=self._after_responses, at_end=self._at_end)
-        self._manager = GptManager(
-            **arguments, get_inference_requests_cb=self._get, send_response_cb=self._send,
-            poll_stop_signal_cb=self._poll, exclude_input_in_output=True,
-            return_batch_manager_stats_cb=self._record if start.wants_stats else None)
+        callbacks = Callbacks(self._get, self._send, self._poll, self._record if start.wants_stats else None)
+        parts = replace(start.parts, after_responses=self._after_responses, at_end=self._at_end)
+        self._manager = GptManager(**by_name(start.arguments), **by_name(callbacks), parts=parts)
         return self._manager
 
     # ---------------------------------------------------------------- callbacks, on the worker's thread

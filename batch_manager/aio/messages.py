@@ -9,7 +9,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ..config import Limits
+from ..arguments import EngineArguments
+from ..config import Limits, Parts
 from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
 from ..requests.inference_request import InferenceRequest
@@ -24,12 +25,13 @@ PICKLE_PROTOCOL = 5
 class Start(NamedTuple):
     """The first message, from which the engine process makes its GptManager.
 
-    arguments    keyword arguments of GptManager, without callbacks
+    parts        parts without the hooks that run in the host
     wants_stats  whether to send statistics records
     log_level    lowest level of log records to send
     """
 
-    arguments: dict[str, Any]
+    arguments: EngineArguments
+    parts: Parts
     wants_stats: bool
     log_level: int
 

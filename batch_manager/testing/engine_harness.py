@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..arguments import check_arguments
+from ..arguments import Callbacks, EngineArguments, checked_parts
 from ..build import build_loop
 from ..config import Parts, TrtGptModelOptionalParams
 from ..errors import ManagerClosedError, counted
@@ -55,18 +55,14 @@ class EngineHarness:
                  policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
                  model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
                  exclude_input_in_output: bool = False, parts: Parts | None = None, **options: Any) -> None:
-        params, parts = TrtGptModelOptionalParams(**options), Parts() if parts is None else parts
-        max_beam_width, _ = check_arguments(model_type, max_beam_width, policy, get, send, poll, stats, params, parts,
-                                            exclude_input_in_output)
+        arguments = EngineArguments(
+            model_type=model_type, max_beam_width=max_beam_width, scheduler_policy=policy,
+            optional_params=TrtGptModelOptionalParams(**options), exclude_input_in_output=exclude_input_in_output)
         self.clock = ManualClock()
         self._is_running = False
-        self._loop = build_loop(
-            model_path=None, model_type=model_type, max_beam_width=max_beam_width, scheduler_policy=policy,
-            get_inference_requests_cb=get, send_response_cb=send, poll_stop_signal_cb=poll,
-            return_batch_manager_stats_cb=stats, optional_params=params,
-            terminate_req_id=None, exclude_input_in_output=exclude_input_in_output,
-            parts=replace(parts, backend=ScriptedBackend() if backend is None else backend,
-                          scheduler=scheduler, clock=self.clock))
+        self._loop = build_loop(arguments, Callbacks(get, send, poll, stats), replace(
+            checked_parts(parts), backend=ScriptedBackend() if backend is None else backend, scheduler=scheduler,
+            clock=self.clock))
         self.backend = self._loop.backend
 
     @property

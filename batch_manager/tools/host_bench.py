@@ -48,11 +48,11 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import Callbacks, EngineArguments
 from ..build import build_loop
 from ..config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ..handover import ScheduledBatch, StepOutput
 from ..loop.generation_loop import GenerationLoop
-from ..names import TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..testing.scripted_backend import ScriptedBackend
@@ -234,23 +234,15 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
                                 step_seconds=setting.step_ms / 1e3)
     backend = TimedBackend(model, stopwatch)
     clients = Clients(list(_requests(setting)), more_than_asked=setting.queued)
+    params = TrtGptModelOptionalParams(
+        kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
+        max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
+        max_admissions_per_iteration=setting.num_active + setting.queued,
+        max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead)
     loop = build_loop(
-        model_path=None,
-        model_type=TrtGptModelType.InflightFusedBatching,
-        max_beam_width=1,
-        scheduler_policy=POLICIES[setting.policy],
-        get_inference_requests_cb=clients.get,
-        send_response_cb=clients.send,
-        poll_stop_signal_cb=clients.poll,
-        return_batch_manager_stats_cb=clients.return_stats,
-        optional_params=TrtGptModelOptionalParams(
-            kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
-            max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
-            max_admissions_per_iteration=setting.num_active + setting.queued,
-            max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead),
-        terminate_req_id=None,
-        exclude_input_in_output=True,
-        parts=Parts(backend=backend))
+        EngineArguments(scheduler_policy=POLICIES[setting.policy], optional_params=params,
+                        exclude_input_in_output=True),
+        Callbacks(clients.get, clients.send, clients.poll, clients.return_stats), Parts(backend=backend))
 
     for method, phase in PHASES.items():
         setattr(loop, method, stopwatch.watch(phase, getattr(loop, method)))

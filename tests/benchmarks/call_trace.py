@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from batch_manager.arguments import Callbacks, EngineArguments
 from batch_manager.build import build_loop
 from batch_manager.config import Parts, TrtGptModelOptionalParams
-from batch_manager.names import SchedulerPolicy, TrtGptModelType
+from batch_manager.names import SchedulerPolicy
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.workload import at_least
@@ -93,12 +94,12 @@ def trace_one_step(model: str, batch: int, policy: SchedulerPolicy, *, cpu_compi
     requests = [InferenceRequest(number, {"input_ids": [1 + number, 2, 3], "request_output_len": 40})
                 for number in range(batch)]
     records: list[str] = []
+    params = TrtGptModelOptionalParams(device="cpu", max_batch_size=batch, cpu_compile=cpu_compile)
     loop = build_loop(
-        model_path=model, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1, scheduler_policy=policy,
-        get_inference_requests_cb=lambda count: [requests.pop(0) for _ in range(min(count, len(requests)))],
-        send_response_cb=lambda *response: None, poll_stop_signal_cb=set, return_batch_manager_stats_cb=records.append,
-        optional_params=TrtGptModelOptionalParams(device="cpu", max_batch_size=batch, cpu_compile=cpu_compile),
-        terminate_req_id=None, exclude_input_in_output=True, parts=Parts())
+        EngineArguments(model_path=model, scheduler_policy=policy, optional_params=params,
+                        exclude_input_in_output=True),
+        Callbacks(lambda count: [requests.pop(0) for _ in range(min(count, len(requests)))],
+                  lambda *response: None, set, records.append), Parts())
     for _ in range(4):
         loop.step(accept_new=True)
     with Profile() as calls:

@@ -78,7 +78,7 @@ class Client:
         self._running: list[str] = []
 
     def callbacks(self) -> dict[str, Callable | None]:
-        """Return the callbacks as arguments of `GptManager` and `build_loop`."""
+        """Return the callbacks as arguments of `GptManager` and `Callbacks`."""
         return {"get_inference_requests_cb": self.get, "send_response_cb": self.send,
                 "poll_stop_signal_cb": self.poll if self.has_poll else None,
                 "return_batch_manager_stats_cb": self.return_stats if self.has_stats else None}

@@ -17,6 +17,7 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from batch_manager.arguments import Callbacks, EngineArguments
 from batch_manager.build import build_loop
 from batch_manager.kv.audit import audit
 from batch_manager.loop.generation_loop import GenerationLoop
@@ -33,18 +34,20 @@ def scripted(backend: Any = None) -> Any:
     return ScriptedBackend(**(backend or {})) if backend is None or isinstance(backend, dict) else backend
 
 
-def _arguments(client: Client, parts: Any, params: TrtGptModelOptionalParams | None,
-               policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
-               model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
-               terminate_req_id: int | None = None, exclude_input: bool = False, **options: Any) -> dict[str, Any]:
+def _values(params: TrtGptModelOptionalParams | None,
+            policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
+            model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
+            terminate_req_id: int | None = None, max_draft_tokens: int = 0, exclude_input: bool = False,
+            **options: Any) -> dict[str, Any]:
+    """Return fields of EngineArguments."""
     if params is None:
         kv = options.pop("kv_cache_config", None) or KvCacheConfig()
         params = TrtGptModelOptionalParams(kv_cache_config=kv, **{"max_batch_size": MAX_BATCH_SIZE, **options})
     elif options:
         raise TypeError(f"{sorted(options)} are given beside params; expected one of both")
     return {"model_type": model_type, "max_beam_width": max_beam_width, "scheduler_policy": policy,
-            **client.callbacks(), "optional_params": params, "terminate_req_id": terminate_req_id,
-            "exclude_input_in_output": exclude_input, "parts": Parts(**(parts or {}))}
+            "optional_params": params, "terminate_req_id": terminate_req_id, "max_draft_tokens": max_draft_tokens,
+            "exclude_input_in_output": exclude_input}
 
 
 def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, clock: Any = None, parts: Any = None,
@@ -57,13 +60,14 @@ def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, cl
     parts       fields of `Parts` other than the backend and the clock
     params      TrtGptModelOptionalParams; None: they are made of `options`
     as_arrays   whether responses contain numpy arrays, so that torch is not imported
-    options     policy, model_type, max_beam_width, terminate_req_id, exclude_input; others: fields of
-                TrtGptModelOptionalParams
+    options     policy, model_type, max_beam_width, terminate_req_id, max_draft_tokens, exclude_input;
+                others: fields of TrtGptModelOptionalParams
     """
     parts = {"clock": VirtualClock() if clock is None else clock, **(parts or {})}
     if model_path is None:
         parts = {"backend": scripted(backend), **parts}
-    loop = build_loop(model_path=model_path, heartbeat=heartbeat, **_arguments(client, parts, params, **options))
+    loop = build_loop(EngineArguments(model_path=model_path, **_values(params, **options)),
+                      Callbacks(**client.callbacks()), Parts(**parts), heartbeat)
     if as_arrays:
         loop.deliveries._to_tensor = None
     return loop
@@ -79,7 +83,8 @@ def make_manager(client: Client, *, model_path: Any = None, backend: Any = None,
     """
     if model_path is None:
         parts = {**(parts or {}), "backend": scripted(backend)}
-    manager = GptManager(model_path, **_arguments(client, parts, params, **options) | (manager_options or {}))
+    manager = GptManager(model_path, **_values(params, **options) | client.callbacks()
+                         | {"parts": Parts(**(parts or {}))} | (manager_options or {}))
     if as_arrays:
         manager._loop.deliveries._to_tensor = None
     return manager

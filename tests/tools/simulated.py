@@ -29,7 +29,7 @@ def random_settings(random):
     return EngineSettings(
         num_blocks=int(random.integers(400 // size, 2000 // size)), max_seq_len=int(random.choice([400, 400, 250])),
         tokens_per_block=size,
-        policy=random.choice([SchedulerPolicy.GUARANTEED_NO_EVICT, SchedulerPolicy.MAX_UTILIZATION]),
+        policy=SchedulerPolicy(random.choice([SchedulerPolicy.GUARANTEED_NO_EVICT, SchedulerPolicy.MAX_UTILIZATION])),
         max_batch_size=int(random.integers(1, 12)), max_num_tokens=int(random.integers(64, 300)),
         max_num_sequences=[None, 3, 20][random.integers(3)], enable_block_reuse=bool(random.integers(2)),
         enable_chunked_context=random.random() < 0.8, enable_trt_overlap=random.random() < 0.15)

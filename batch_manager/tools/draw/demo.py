@@ -6,10 +6,11 @@ A scripted model takes the place of the real model, so neither weights nor torch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...arguments import Callbacks, EngineArguments
 from ...build import build_loop
 from ...config import Parts, TrtGptModelOptionalParams
 from ...errors import ConfigError
-from ...names import SchedulerPolicy, TrtGptModelType
+from ...names import SchedulerPolicy
 from ...requests.inference_request import InferenceRequest
 from ...stats.trace import IterationTrace, Trace
 from ...testing.scripted_backend import ScriptedBackend
@@ -81,10 +82,8 @@ def run_demo(requests: Sequence[DemoRequest], params: TrtGptModelOptionalParams,
     backend = ScriptedBackend(num_blocks=num_blocks, tokens_per_block=tokens_per_block,
                               max_seq_len=num_blocks * tokens_per_block, num_slots=params.max_batch_size)
     loop = build_loop(
-        model_path=None, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1, scheduler_policy=policy,
-        get_inference_requests_cb=get, send_response_cb=send, poll_stop_signal_cb=None,
-        return_batch_manager_stats_cb=None, optional_params=params, terminate_req_id=None,
-        exclude_input_in_output=True, parts=Parts(backend=backend, trace=trace.append))
+        EngineArguments(scheduler_policy=policy, optional_params=params, exclude_input_in_output=True),
+        Callbacks(get, send), Parts(backend=backend, trace=trace.append))
     with interrupts_between_steps() as check_interrupt:
         while loop.step(accept_new=True) or waiting:
             check_interrupt()

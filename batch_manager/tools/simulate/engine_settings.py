@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...arguments import Callbacks, EngineArguments
 from ...build import build_loop
 from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...loop.generation_loop import GenerationLoop
-from ...names import SchedulerPolicy, TrtGptModelType
+from ...names import SchedulerPolicy
 from ...seams import BackendInfo
 from ...stats.trace import IterationTrace
 from .backend import SimulatedBackend
@@ -49,17 +50,14 @@ def make_loop(settings: EngineSettings, cost: CostModel, clock: VirtualClock, lo
         tokens_per_block=settings.tokens_per_block, num_slots=max(num_slots, settings.max_batch_size),
         dispatch="simulated", device="none", dtype="none", is_asynchronous=cost.is_asynchronous, copies_blocks=True)
     backend = SimulatedBackend(info, cost, clock, log_book, seed)
+    params = TrtGptModelOptionalParams(
+        kv_cache_config=KvCacheConfig(max_tokens=settings.num_blocks * settings.tokens_per_block,
+                                      tokens_per_block=settings.tokens_per_block,
+                                      enable_block_reuse=settings.enable_block_reuse),
+        max_batch_size=settings.max_batch_size, max_num_tokens=settings.max_num_tokens,
+        max_num_sequences=settings.max_num_sequences, enable_trt_overlap=settings.enable_trt_overlap,
+        enable_chunked_context=settings.enable_chunked_context)
     loop = build_loop(
-        model_path=None, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1,
-        scheduler_policy=settings.policy, get_inference_requests_cb=get, send_response_cb=send,
-        poll_stop_signal_cb=None, return_batch_manager_stats_cb=None,
-        optional_params=TrtGptModelOptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=settings.num_blocks * settings.tokens_per_block,
-                                          tokens_per_block=settings.tokens_per_block,
-                                          enable_block_reuse=settings.enable_block_reuse),
-            max_batch_size=settings.max_batch_size, max_num_tokens=settings.max_num_tokens,
-            max_num_sequences=settings.max_num_sequences, enable_trt_overlap=settings.enable_trt_overlap,
-            enable_chunked_context=settings.enable_chunked_context),
-        terminate_req_id=None, exclude_input_in_output=True,
-        parts=Parts(backend=backend, clock=clock, trace=trace))
+        EngineArguments(scheduler_policy=settings.policy, optional_params=params, exclude_input_in_output=True),
+        Callbacks(get, send), Parts(backend=backend, clock=clock, trace=trace))
     return loop, backend

@@ -36,11 +36,11 @@ from typing import Any
 
 import numpy as np
 
+from batch_manager.arguments import Callbacks, EngineArguments
 from batch_manager.build import build_loop
 from batch_manager.config import DTYPES, LOAD_FORMATS, KvCacheConfig, Parts, TrtGptModelOptionalParams
 from batch_manager.errors import BatchManagerError
 from batch_manager.models import read_spec
-from batch_manager.names import SchedulerPolicy, TrtGptModelType
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.tools.bench.process_meter import ProcessMeter
 from batch_manager.tools.command_parser import CommandParser
@@ -75,16 +75,13 @@ class DecodeSteps:
         self._output_len = WARM_UP_STEPS + options.steps + 2
         largest, size = max(batch for batch, _ in settings), KvCacheConfig().tokens_per_block
         blocks = max(batch * (-(-(context + self._output_len + batch) // size) + 1) for batch, context in settings)
+        params = TrtGptModelOptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=blocks * size, enable_block_reuse=False),
+            device="cpu", dtype=options.dtype, load_format=options.load_format, num_threads=options.threads,
+            cpu_compile=options.cpu_compile, max_batch_size=largest, max_num_tokens=options.max_tokens_per_step)
         self._loop = build_loop(
-            model_path=options.model, model_type=TrtGptModelType.InflightFusedBatching, max_beam_width=1,
-            scheduler_policy=SchedulerPolicy.GUARANTEED_NO_EVICT, get_inference_requests_cb=self._get,
-            send_response_cb=self._send, poll_stop_signal_cb=self._poll, return_batch_manager_stats_cb=self._keep,
-            optional_params=TrtGptModelOptionalParams(
-                kv_cache_config=KvCacheConfig(max_tokens=blocks * size, enable_block_reuse=False),
-                device="cpu", dtype=options.dtype, load_format=options.load_format, num_threads=options.threads,
-                cpu_compile=options.cpu_compile, max_batch_size=largest,
-                max_num_tokens=options.max_tokens_per_step),
-            terminate_req_id=None, exclude_input_in_output=True, parts=Parts())
+            EngineArguments(model_path=options.model, optional_params=params, exclude_input_in_output=True),
+            Callbacks(self._get, self._send, self._poll, self._keep), Parts())
 
     def measure(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """Time `steps` decode steps of a batch. Raises RuntimeError if a request fails."""
