@@ -4,7 +4,7 @@
 recording. The operations read and write *registers*, which are buffers with one row for each token of a step. A model
 that needs an operation that is not supported here is not recorded and runs in torch. A `Recording` has the operations
 of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record other operations, such as kernel
-launches on a GPU in runtime/launch_recording.py.
+launches on a GPU in runtime/forms/fixed/recording.py.
 """
 
 import struct

@@ -12,7 +12,7 @@ import torch
 from ..errors import InsufficientMemoryError, counted
 from ..models.spec import ModelSpec
 from ..triton_kernels.cpu.large_pages import allocate
-from .device import is_out_of_memory, pinned
+from .device.running import is_out_of_memory, pinned
 
 
 def block_bytes(spec: ModelSpec, tokens_per_block: int, dtype: torch.dtype) -> int:

@@ -12,12 +12,12 @@ from ..decoding.logits_return import context_logits
 from ..decoding.slots import CONTEXT_LOGITS, SamplingRows, SlotState
 from ..layers.recording import record_embedding
 from ..models.registry import Model
-from .compiled_step import CompiledStep
-from .device import Uploads
-from .fused_step import FusedStep
+from .device.running import Uploads
+from .forms.compiled.forward import CompiledStep
+from .forms.fixed.fused import FusedStep
+from .forms.packed.forwards import forward_padded
 from .layouts import ModelCall
 from .model_check import CheckedModel
-from .padded_call import forward_padded
 
 
 @dataclass(frozen=True, slots=True)

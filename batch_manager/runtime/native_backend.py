@@ -46,34 +46,31 @@ from ..triton_kernels.dispatch import use_triton
 from ..triton_kernels.sample_scratch import scratch_bytes
 from . import layouts
 from .block_tables import BlockTables
-from .device import (
+from .device.devices import device_name, num_multiprocessors, resolve_device
+from .device.memory import free_memory, release_memory
+from .device.running import (
     AllocatedMemory,
     Readback,
     Readbacks,
     Uploads,
-    device_name,
     finish_stream,
     first_line,
-    free_memory,
     is_out_of_memory,
     make_stream,
-    num_multiprocessors,
     on_device,
     on_stream,
-    release_memory,
-    resolve_device,
 )
-from .graph_check import difference_of_graphs
-from .graph_shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
-from .graphs import WITHOUT_GRAPHS, obstacle_to_graphs
+from .forms.compiled.making import compile_step, obstacle_to_compiling
+from .forms.fixed.making import WrongStepError, make_fused_step
+from .forms.fixed.shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
+from .forms.graph.check import difference_of_graphs
+from .forms.graph.form import WITHOUT_GRAPHS, obstacle_to_graphs
 from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
 from .layouts import Layout
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .packing import slots_not_finite
 from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
-from .step_compilation import compile_step, obstacle_to_compiling
-from .step_fusion import WrongStepError, make_fused_step
 from .thread_count import compute_threads, has_openmp, require_openmp
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # long enough for attention to split it into parts
@@ -265,7 +262,7 @@ class NativeBackend:
     own_stages         the user's stages (Parts.stages); see decoding/stages.py
     is_engine_thread   (thread) -> whether the thread runs only the engine, see thread_count.py
     graph_sizes        sizes (generation rows, context tokens) of the steps with contexts that `capture_graphs`
-                       captures, see graph_shapes.py
+                       captures, see shapes.py
     """
 
     def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
@@ -431,7 +428,7 @@ class NativeBackend:
     def capture_graphs(self, *, must: bool = False) -> None:
         """Capture the launches of plain steps as graphs, which later plain steps replay. Call after the warm-up.
 
-        step_inputs.py defines plain steps. The graphs are dropped, with a warning, if a capture fails, or if a replayed
+        inputs.py defines plain steps. The graphs are dropped, with a warning, if a capture fails, or if a replayed
         step has other results than the same step launched kernel by kernel.
 
         must     raise ConfigError instead of the warning
@@ -463,7 +460,7 @@ class NativeBackend:
 
         Steps of more than `FusedStep.most_rows` rows are not fused, because they gain nothing from fusion.
 
-        Call after the warm-up. step_inputs.py defines plain steps. Has no effect if the device does not run Triton
+        Call after the warm-up. inputs.py defines plain steps. Has no effect if the device does not run Triton
         kernels. Logs a message if the model cannot be fused, if memory runs out, or if Triton raises an exception.
 
         spec        the model's spec with the effective windows
@@ -567,7 +564,7 @@ class NativeBackend:
 
 
 class NativeStep:
-    """A launched step other than the plain steps that step_inputs.py defines.
+    """A launched step other than the plain steps that inputs.py defines.
 
     sampled   the result of sampling; None: no token is sampled
     """

@@ -1,6 +1,6 @@
 """Runs plain steps by one function, which uses device memory at fixed addresses.
 
-step_inputs.py defines plain steps. The function is `PlainSteps.run_step`. The shape of the step is its only
+inputs.py defines plain steps. The function is `PlainSteps.run_step`. The shape of the step is its only
 argument and determines all launches. A step calls the function or, if a call for the same shape was captured as a
 graph, replays the graph.
 
@@ -21,13 +21,13 @@ from ..decoding.slots import CONTEXT_LOGITS, LOG_PROBS, SAMPLES
 from ..handover import ScheduledBatch, StepOutput
 from ..triton_kernels import dispatch
 from .block_tables import BlockTables
-from .device import Readback, Readbacks, Uploads
-from .graph_shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
-from .graphs import Graphs
+from .device.running import Readback, Readbacks, Uploads
+from .forms.fixed.inputs import StepInputs
+from .forms.fixed.shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
+from .forms.fixed.writer import StepWriter
+from .forms.graph.form import Graphs
 from .model_runner import ModelRunner
 from .packing import NO_CONTEXT_ROWS, NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
-from .step_inputs import StepInputs
-from .step_writer import StepWriter
 
 PLAIN = SAMPLES | LOG_PROBS                         # features that sequences of a plain step may have
 NO_SIZES: frozenset[tuple[int, int]] = frozenset()
@@ -39,13 +39,13 @@ def can_bind(attention: Attention) -> bool:
 
 
 class PlainSteps:
-    """Runs plain steps of one engine; step_inputs.py defines them.
+    """Runs plain steps of one engine; inputs.py defines them.
 
     attention        an attention for which `can_bind` is true
     decoder          a decoder for num_slots + 1 sequences; padding rows use the last slot
     tables           the host's block tables, which note their changes for the copy on the device
     num_slots        number of sequences in the largest step
-    mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see graph_shapes.py
+    mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see shapes.py
 
     block_tables   [rows + 1, max_blocks] int32 on the device, a copy of the host's block tables. Each step sends the
                    entries that changed since the newest step before it. The last row belongs to no sequence
@@ -199,7 +199,7 @@ def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tup
 
 
 class PlainStep:
-    """A launched plain step. The docstring of step_inputs.py defines plain steps.
+    """A launched plain step. The docstring of inputs.py defines plain steps.
 
     active   (feature, slots [n]) -> [n] bool: whether the sequence in each slot has the feature
     """

@@ -26,12 +26,13 @@ from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
 from ..runtime import layouts
-from ..runtime.device import device_name, free_memory, named_device, num_multiprocessors, resolve_device
-from ..runtime.graphs import obstacle_to_graphs
+from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
+from ..runtime.device.memory import free_memory
+from ..runtime.forms.compiled.making import obstacle_of_model, obstacle_to_compiling
+from ..runtime.forms.graph.form import obstacle_to_graphs
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory
 from ..runtime.native_backend import refuse_too_many_slots, step_bytes
-from ..runtime.step_compilation import obstacle_of_model, obstacle_to_compiling
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as

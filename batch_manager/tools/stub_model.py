@@ -8,7 +8,7 @@ import torch
 from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
 from ..runtime import layouts
-from ..runtime.graph_shapes import StepShape, graph_rows
+from ..runtime.forms.fixed.shapes import StepShape, graph_rows
 from ..runtime.native_backend import NativeBackend
 from ..runtime.plain_steps import PlainSteps
 from ..triton_kernels.context_work_list import (
@@ -78,7 +78,7 @@ class BindableStubAttention(StubAttention):
 
 
 class StubGraphs:
-    """Stands in for runtime.graphs.Graphs. Replaying a step computes nothing: each row samples token 0.
+    """Stands in for runtime.forms.graph.form.Graphs. Replaying a step computes nothing: each row samples token 0.
 
     num_replays   number of replayed steps
     """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from batch_manager.layers.recording import ANY_ROWS, RecordedAttention, Recording, Rows
-from batch_manager.runtime.compiled_step import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledStep
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 

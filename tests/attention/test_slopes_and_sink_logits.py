@@ -13,7 +13,7 @@ from batch_manager import ConfigError
 from batch_manager.attention.interface import LayerAttention, PackedStep
 from batch_manager.attention.torch_fixed_tiles import FixedTileAttention
 from batch_manager.layers.recording import ANY_ROWS, NotRecordableError, RecordedAttention, Rows
-from batch_manager.runtime.launch_recording import LaunchRecording
+from batch_manager.runtime.forms.fixed.recording import LaunchRecording
 
 SLOPES = (0.7, 0.25, 0.09, 0.0, -0.003, 1.0)
 ROUNDED = tuple(torch.tensor(SLOPES).bfloat16().tolist())

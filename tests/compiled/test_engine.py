@@ -22,7 +22,8 @@ from batch_manager import (
 from batch_manager.layers.linear import Linear
 from batch_manager.models import load_model
 from batch_manager.models.llama import Llama
-from batch_manager.runtime import layouts, step_compilation
+from batch_manager.runtime import layouts
+from batch_manager.runtime.forms.compiled import making as step_compilation
 from batch_manager.runtime.native_backend import build_native_backend
 
 MODEL = "examples/models/austen-4m"

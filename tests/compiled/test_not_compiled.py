@@ -12,8 +12,8 @@ from batch_manager.config import BLOCK_SIZES
 from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from batch_manager.models import load_model
 from batch_manager.models.registry import _MODEL_TYPES
-from batch_manager.runtime import step_compilation
-from batch_manager.runtime.step_compilation import LARGEST_HEAD, compile_step, obstacle_to_compiling
+from batch_manager.runtime.forms.compiled import making as step_compilation
+from batch_manager.runtime.forms.compiled.making import LARGEST_HEAD, compile_step, obstacle_to_compiling
 
 from ..models.test_model_spec import BASE, OTHERS
 

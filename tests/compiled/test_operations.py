@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.layers.recording import LookedUp, Recording, Rows
-from batch_manager.runtime.compiled_step import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledStep
 
 pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -153,7 +153,7 @@ def test_where_there_is_no_memory_for_a_larger_step_smaller_ones_go_on(monkeypat
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("batch_manager.runtime.compiled_step.allocate", no_memory)
+        patch.setattr("batch_manager.runtime.forms.compiled.forward.allocate", no_memory)
         with pytest.raises(MemoryError):
             compiled._make_room(500)
     assert compiled._capacity == 3 and (compiled._registers == registers).all()

@@ -24,7 +24,10 @@ import triton
 from torch.nn import functional
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.runtime import graph_shapes, graphs, layouts, native_backend, step_fusion
+from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime.forms.fixed import making as step_fusion
+from batch_manager.runtime.forms.fixed import shapes as graph_shapes
+from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.triton_kernels import dispatch
 from tests.benchmarks.gpu_report import shapes
 from tests.kernels import compile_ahead_of_time as ahead

@@ -36,7 +36,9 @@ def in_torch() -> Iterator[None]:
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Context manager: engines capture graphs on the CPU too, and have no warm-up."""
-    from batch_manager.runtime import graphs, native_backend, step_fusion
+    from batch_manager.runtime import native_backend
+    from batch_manager.runtime.forms.fixed import making as step_fusion
+    from batch_manager.runtime.forms.graph import form as graphs
     from tests.runtime.capture_recorder import ReplayedGraph
 
     obstacle = graphs._obstacle

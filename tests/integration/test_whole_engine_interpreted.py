@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batch_manager.runtime import graphs
+from batch_manager.runtime.forms.graph import form as graphs
 from tests.harness.gpu import GPU, in_torch, needs_gpu
 
 from . import engine_modes

@@ -197,7 +197,7 @@ def sampling():
 
 
 def plain_step():
-    """Launch the kernels that a plain step launches before and after its layers; see runtime/step_inputs.py.
+    """Launch the kernels that a plain step launches before and after its layers; see runtime/forms/fixed/inputs.py.
 
     The launches are first those of a step with random sampling, and then those of a greedy step.
     """

@@ -10,7 +10,7 @@ from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.layers.recording import RecordedAttention, record
 from batch_manager.models import load_model
-from batch_manager.runtime.compiled_step import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledStep
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,

@@ -26,9 +26,9 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
 from batch_manager.runtime import layouts
-from batch_manager.runtime.fused_step import FusedStep
+from batch_manager.runtime.forms.fixed.fused import FusedStep
+from batch_manager.runtime.forms.fixed.making import compared_tokens, record_step
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.step_fusion import compared_tokens, record_step
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import device_limits

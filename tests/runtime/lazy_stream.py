@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from batch_manager.runtime import device as device_module
+from batch_manager.runtime.device import running as device_module
 
 
 class LazyStream:

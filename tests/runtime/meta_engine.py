@@ -16,7 +16,7 @@ from batch_manager.attention.interface import LayerAttention
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.runtime import layouts
 from batch_manager.runtime.block_tables import BlockTables
-from batch_manager.runtime.device import Readbacks
+from batch_manager.runtime.device.running import Readbacks
 from batch_manager.runtime.model_runner import ModelRunner
 from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.triton_kernels import dispatch

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.runtime.recorded_steps FOLDER      one line of JSON for each finding
 
-A *plain* step samples with temperature, top-k, top-p and min-p only; see runtime/step_inputs.py. FOLDER is the folder
-for checkpoints of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
+A *plain* step samples with temperature, top-k, top-p and min-p only; see runtime/forms/fixed/inputs.py. FOLDER is the
+folder for checkpoints of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
 """
 
 import json
@@ -20,8 +20,10 @@ from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import graphs, layouts, native_backend, plain_steps, step_fusion
-from batch_manager.runtime.graph_shapes import MOST_CONTEXTS, StepShape, graph_rows
+from batch_manager.runtime import layouts, native_backend, plain_steps
+from batch_manager.runtime.forms.fixed import making as step_fusion
+from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, StepShape, graph_rows
+from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.plain_steps import PlainStep
 from batch_manager.sampling_config import SamplingConfig

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from batch_manager import InferenceRequest, KvCacheConfig
-from batch_manager.runtime import fused_step, graphs
+from batch_manager.runtime.forms.fixed import fused as fused_step
+from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.native_backend import NativeBackend
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.gpu import GPU, IS_REHEARSAL, in_torch, needs_gpu

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
-from batch_manager.runtime.step_inputs import SPARE_CHANGES
+from batch_manager.runtime.forms.fixed.inputs import SPARE_CHANGES
 from batch_manager.sampling_config import SamplingConfig
 
 from .meta_engine import HIDDEN, META, SIZE, SLOTS, Engine, copies_from_the_host

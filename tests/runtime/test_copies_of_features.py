@@ -21,7 +21,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.runtime.device import Uploads
+from batch_manager.runtime.device.running import Uploads
 from batch_manager.sampling_config import SamplingConfig
 from tests.harness.gpu import GPU, needs_gpu
 

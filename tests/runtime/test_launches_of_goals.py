@@ -14,8 +14,8 @@ from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime.fused_step import FusedStep
-from batch_manager.runtime.step_fusion import record_step
+from batch_manager.runtime.forms.fixed.fused import FusedStep
+from batch_manager.runtime.forms.fixed.making import record_step
 from batch_manager.triton_kernels import fused_linear_settings
 from batch_manager.triton_kernels.decode_work_list import decode_work_list
 from batch_manager.triton_kernels.device_limits import DeviceLimits

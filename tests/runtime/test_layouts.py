@@ -9,8 +9,8 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts
 from batch_manager.runtime.block_tables import BlockTables
+from batch_manager.runtime.forms.packed.forwards import PaddedAttention
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.padded_call import PaddedAttention
 
 SIZE = 4
 

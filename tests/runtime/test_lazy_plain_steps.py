@@ -20,11 +20,11 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.runtime import device as device_module
 from batch_manager.runtime.block_tables import BlockTables
-from batch_manager.runtime.device import Readbacks, Uploads
+from batch_manager.runtime.device import running as device_module
+from batch_manager.runtime.device.running import Readbacks, Uploads
+from batch_manager.runtime.forms.fixed.writer import StepWriter
 from batch_manager.runtime.plain_steps import PlainSteps
-from batch_manager.runtime.step_writer import StepWriter
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.context_work_list import ContextTileWork, MostContextTileWork
 from batch_manager.triton_kernels.sample_scratch import BUCKETS
@@ -96,7 +96,7 @@ class Runner:
 
 
 class Graphs:
-    """Stands in for runtime.graphs.Graphs: replaying a step queues its launches."""
+    """Stands in for runtime.forms.graph.form.Graphs: replaying a step queues its launches."""
 
     def __init__(self, stream, run_step):
         self._stream, self._run_step = stream, run_step

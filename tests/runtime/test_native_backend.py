@@ -22,8 +22,9 @@ from batch_manager.handover import (
 )
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import graphs, layouts, native_backend
-from batch_manager.runtime.graph_shapes import MOST_CONTEXTS
+from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS
+from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.steps.output_check import StepOutputCheck

@@ -11,7 +11,7 @@ import pytest
 from batch_manager.decoding.slots import LOG_PROBS
 from batch_manager.handover import ContextWork, GenerationWork, ScheduledBatch
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.graph_shapes import StepShape
+from batch_manager.runtime.forms.fixed.shapes import StepShape
 from batch_manager.runtime.plain_steps import PlainStep
 
 SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager.runtime.graphs import WITHOUT_GRAPHS
+from batch_manager.runtime.forms.graph.form import WITHOUT_GRAPHS
 from tests.integration import engine_modes
 
 from .capture_recorder import Recorder

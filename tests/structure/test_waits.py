@@ -15,12 +15,13 @@ TYPES = Types.of(TREES.values())
 # A file, or (file, function) -> why the host may wait there.
 LOADING = "runs while the engine is loaded"
 ALLOWED: dict[str | tuple[str, str], str] = {
-    ("batch_manager/runtime/device.py", "Readback.wait"): "the one wait of a step, for its results",
-    ("batch_manager/runtime/device.py", "_is_lost"): "runs after an error of the device",
-    ("batch_manager/runtime/device.py", "finish_stream"): "runs while the engine is closed",
-    **dict.fromkeys([("batch_manager/runtime/device.py", function)
-                     for function in ("make_stream", "used_memory", "CapturedGraph.capture")], LOADING),
-    **dict.fromkeys([("batch_manager/runtime/first_step.py", "describe_difference"),
+    ("batch_manager/runtime/device/running.py", "Readback.wait"): "the one wait of a step, for its results",
+    ("batch_manager/runtime/device/running.py", "_is_lost"): "runs after an error of the device",
+    ("batch_manager/runtime/device/running.py", "finish_stream"): "runs while the engine is closed",
+    **dict.fromkeys([("batch_manager/runtime/device/running.py", "make_stream"),
+                     ("batch_manager/runtime/device/running.py", "CapturedGraph.capture"),
+                     ("batch_manager/runtime/device/memory.py", "used_memory"),
+                     ("batch_manager/runtime/forms/comparison.py", "describe_difference"),
                      ("batch_manager/runtime/kv_pool.py", "make_host_pool"),
                      ("batch_manager/models/alibi_slopes.py", "_powers"),
                      ("batch_manager/models/falcon.py", "Falcon.read_spec"),

@@ -22,7 +22,7 @@ def model_limits(options: argparse.Namespace, parts: Parts) -> tuple[int | None,
         return None, None, options.max_tokens_in_paged_kvcache
     from ...models import read_spec
     from ...models.loading import resolve_dtype
-    from ...runtime.device import resolve_device
+    from ...runtime.device.devices import resolve_device
 
     spec = read_spec(options.model, options.model_implementation)
     kv_tokens = options.max_tokens_in_paged_kvcache

@@ -85,6 +85,6 @@ def _device(name: str) -> str:
     torch = sys.modules.get("torch")
     if torch is None or name.split(":")[0] in ("cpu", "none"):
         return name
-    from ...runtime.device import device_name
+    from ...runtime.device.devices import device_name
 
     return device_name(torch.device(name))

@@ -23,7 +23,7 @@ def interpret_kernels() -> None:
 
 
 class DryGraph:
-    """A substitute for `runtime.device.CapturedGraph` on a CPU. A replay calls the captured function again."""
+    """A substitute for `runtime.device.running.CapturedGraph` on a CPU. A replay calls the captured function again."""
 
     def __init__(self, device: object, memory_of: object = None) -> None:
         self.replay: Callable[[], None] = lambda: None
@@ -38,7 +38,8 @@ def dry_graphs() -> Iterator[None]:
 
     Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
     """
-    from batch_manager.runtime import graphs, native_backend
+    from batch_manager.runtime import native_backend
+    from batch_manager.runtime.forms.graph import form as graphs
 
     before = native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph
     native_backend.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"

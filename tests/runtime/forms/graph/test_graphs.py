@@ -5,9 +5,10 @@ import torch
 
 from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
-from batch_manager.runtime import graphs, layouts
-from batch_manager.runtime.graph_shapes import StepShape
-from batch_manager.runtime.graphs import Graphs, obstacle_to_graphs
+from batch_manager.runtime import layouts
+from batch_manager.runtime.forms.fixed.shapes import StepShape
+from batch_manager.runtime.forms.graph import form as graphs
+from batch_manager.runtime.forms.graph.form import Graphs, obstacle_to_graphs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPES = [StepShape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]

@@ -6,7 +6,7 @@ Tolerances are above the differences that rounding causes, and far below those o
 import numpy as np
 import torch
 
-from ..attention.interface import PackedStep
+from ...attention.interface import PackedStep
 
 
 def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> PackedStep:

@@ -1,6 +1,6 @@
 """The padded shapes for which graphs of plain steps are captured, and the choice of one for a step. Pure arithmetic.
 
-step_inputs.py defines plain steps.
+inputs.py defines plain steps.
 
 A padding row costs as much as a real row in matrix products, and nothing elsewhere. The row counts of shapes are
 therefore close together. A generation step has fewer padding rows than real rows. From 8 rows on it has at most
@@ -29,7 +29,7 @@ MOST_OPERATIONS = 12 * 10**11
 
 
 class StepShape(NamedTuple):
-    """The padded shape of a plain step (see step_inputs.py).
+    """The padded shape of a plain step (see inputs.py).
 
     The shape determines the launches of the step, and the addresses and sizes of the step's arrays.
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager.runtime import device as device_module
-from batch_manager.runtime.device import Readbacks, Uploads
-
-from .lazy_stream import every_order, lazily
+from batch_manager.runtime.device import running as device_module
+from batch_manager.runtime.device.running import Readbacks, Uploads
+from tests.runtime.lazy_stream import every_order, lazily
 
 ELSEWHERE = torch.device("meta")               # the name of another device; the tensors are on the CPU
 STEPS, SIZE = 5, 6

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup, StepOutput
-from ..sampling_config import SamplingConfig
-from .plain_steps import PlainSteps
+from ....handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup, StepOutput
+from ....sampling_config import SamplingConfig
+from ...plain_steps import PlainSteps
 
 GREEDY = SlotSetup(return_log_probs=True, prompt_length=1)
 SAMPLED = SlotSetup(SamplingConfig(top_k=8, random_seed=0), return_log_probs=True, prompt_length=1)

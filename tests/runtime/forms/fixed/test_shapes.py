@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_manager.runtime.graph_shapes import (
+from batch_manager.runtime.forms.fixed.shapes import (
     LARGE_ROWS,
     MIXED_ROWS,
     MIXED_TOKENS,

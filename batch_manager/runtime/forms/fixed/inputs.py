@@ -2,7 +2,7 @@
 
 A step is *plain* if each sequence generates one token or computes a chunk of its prompt, and if temperature, top-k,
 top-p and min-p alone determine the sampled tokens. `plain_steps.py` checks these conditions and runs the step;
-`graphs.py` replays its launches.
+`graph/form.py` replays its launches.
 
 Computed on the host, without waiting for the device:
     slots and positions of the rows; tokens of the contexts and their entries in the KV cache pool; the work lists of
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..attention.interface import BindableAttention, ContextInputs, GenerationInputs
-from ..triton_kernels.context_work_list import WORK_COLUMNS
-from .device import ALIGNMENT, Uploads
-from .graph_shapes import StepShape
+from ....attention.interface import BindableAttention, ContextInputs, GenerationInputs
+from ....triton_kernels.context_work_list import WORK_COLUMNS
+from ...device.running import ALIGNMENT, Uploads
+from .shapes import StepShape
 
 SPARE_CHANGES = 32                 # block table entries that a step can change beyond those for its own tokens
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}

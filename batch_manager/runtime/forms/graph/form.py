@@ -1,8 +1,8 @@
-"""CUDA graphs of plain steps, which step_inputs.py defines.
+"""CUDA graphs of plain steps, which inputs.py defines.
 
 A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
 
-For each row count in graph_shapes.py there is one graph for generation steps in which all rows are greedy, and one for
+For each row count in shapes.py there is one graph for generation steps in which all rows are greedy, and one for
 all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for
 this row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
 split sequences or contexts into parts. All graphs are captured before the first request. The largest graph is captured
@@ -16,21 +16,22 @@ from functools import partial
 
 import torch
 
-from ..config import TrtGptModelOptionalParams
-from ..contained_log import log
-from ..errors import ConfigError
-from ..triton_kernels.dispatch import use_triton
-from . import layouts
-from .device import CapturedGraph, first_line, used_memory
-from .graph_shapes import StepShape
-from .layouts import Layout
+from ....config import TrtGptModelOptionalParams
+from ....contained_log import log
+from ....errors import ConfigError
+from ....triton_kernels.dispatch import use_triton
+from ... import layouts
+from ...device.memory import used_memory
+from ...device.running import CapturedGraph, first_line
+from ...layouts import Layout
+from ..fixed.shapes import StepShape
 
 WITHOUT_GRAPHS = "steps are launched without graphs: %s"        # the message of the log, with the reason
 
 
 def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
                        ) -> str:
-    """Return why no graphs of plain steps (see step_inputs.py) will be captured; "": nothing is known to prevent it.
+    """Return why no graphs of plain steps (see inputs.py) will be captured; "": nothing is known to prevent it.
 
     Raises ConfigError if cuda_graphs is True but graphs are impossible.
     """
@@ -59,7 +60,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
 
 
 class Graphs:
-    """Captures graphs of plain steps (see step_inputs.py), one for each shape, and replays them.
+    """Captures graphs of plain steps (see inputs.py), one for each shape, and replays them.
 
     run_step   (shape) -> None: launches a step. The shape determines all launches
     """

@@ -1,87 +1,25 @@
-"""The device that runs steps: memory, uploads, readbacks, graphs and errors. No other file uses torch.cuda."""
+"""What a step calls on the device: streams, uploads, readbacks, graphs and errors."""
 
 import contextlib
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DeviceLostError, counted
+from ...errors import DeviceLostError
 
 MEMORY_SECONDS = 1.0               # time for which a value of GPU memory is reused in statistics
 UPLOAD_BUFFERS = 8                 # kept and used in turn, because copies of earlier steps may still read their buffers
 LARGE_READBACK_BYTES = 1 << 20     # larger tensors are read back one by one; smaller tensors are joined into one copy
 ALIGNMENT = 16                     # bytes; of each array within an upload
-CONTROL_GROUP = Path("/sys/fs/cgroup")    # control group of this process, in a container
 
 _ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", ())
-
-
-def resolve_device(name: str | None) -> torch.device:
-    """Return the device with this name, such as "cuda", "cuda:1" or "cpu". None: a GPU if there is one, else the CPU.
-
-    Raises ConfigError if the name is unknown or torch does not find the device.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = named_device(name)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = 0 if device.index is None and count == 0 else device.index
-    if index is None:
-        index = torch.cuda.current_device()
-    if index >= count:
-        raise ConfigError(f"device is {name!r}, but torch finds {counted(count, 'GPU')}",
-                          "expected a GPU that torch finds; the first GPU has number 0",
-                          'use another GPU, use device="cpu", or install a driver and a build of torch that find the '
-                          'GPU')
-    return torch.device("cuda", index)
-
-
-def named_device(name: str) -> torch.device:
-    """Return the torch device with this name. A GPU need not exist. Raises ConfigError for an unknown name."""
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}", 'expected "cpu", "cuda", "cuda:1", ..., or None',
-                          "leave device unset to use a GPU if there is one")
-    if device.type == "cpu" and device.index:
-        raise ConfigError(f"device is {name!r}", 'expected "cpu" or "cpu:0", because all CPU cores are one device',
-                          'use device="cpu", and num_threads to limit its threads')
-    return device
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated, including memory that torch has cached but does not use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _free_host_memory()
-
-
-def used_memory(device: torch.device) -> int:
-    """Wait for all launched work. Return the number of bytes in use on the GPU, as the driver reports; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def device_name(device: torch.device) -> str:
-    """Return the device's name for logs and messages."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 class AllocatedMemory:
@@ -99,12 +37,6 @@ class AllocatedMemory:
         if self._device.type == "cuda" and time.monotonic() - self._asked_at >= MEMORY_SECONDS:
             self._num_bytes, self._asked_at = torch.cuda.memory_allocated(self._device), time.monotonic()
         return self._num_bytes
-
-
-def release_memory(device: torch.device) -> None:
-    """Return torch's unused GPU memory to the system."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def make_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -151,13 +83,6 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> 
         if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
             raise MemoryError(first_line(error)) from error
         raise
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. For a CPU and an absent GPU, it is the number of an H200."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -390,28 +315,3 @@ def _is_lost(device: torch.device, error: RuntimeError) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _free_host_memory() -> int:
-    """Return the free bytes of the machine or those of the control group, whichever are fewer.
-
-    Page cache counts as free.
-    """
-    free = _meminfo_available()
-    if free is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        page_cache = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
-        return max(0, min(free, limit - used + page_cache))
-    except (OSError, ValueError):                   # no control group, or no limit in it
-        return free
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

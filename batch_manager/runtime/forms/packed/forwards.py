@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..attention.interface import Attention, PackedStep, RotaryTable
-from ..models.registry import Model
+from ....attention.interface import Attention, PackedStep, RotaryTable
+from ....models.registry import Model
 
 
 class PaddedAttention:

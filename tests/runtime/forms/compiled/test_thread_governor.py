@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from batch_manager.runtime.thread_governor import PAIRS_OF_A_TRIAL, ThreadGovernor
+from batch_manager.runtime.forms.compiled.thread_governor import PAIRS_OF_A_TRIAL, ThreadGovernor
 
 
 class Machine:

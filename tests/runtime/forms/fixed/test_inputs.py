@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_manager.runtime.device import ALIGNMENT, Uploads
-from batch_manager.runtime.graph_shapes import StepShape
-from batch_manager.runtime.step_inputs import StepInputs
+from batch_manager.runtime.device.running import ALIGNMENT, Uploads
+from batch_manager.runtime.forms.fixed.inputs import StepInputs
+from batch_manager.runtime.forms.fixed.shapes import StepShape
 from batch_manager.triton_kernels.context_work_list import MostContextTileWork
 
 CPU, MOST_ROWS, MOST_TOKENS, MOST_CONTEXTS = torch.device("cpu"), 24, 40, 5

@@ -23,15 +23,16 @@ from batch_manager.layers.recording import LookedUp, NotRecordableError
 from batch_manager.layers.weight_form import PlainMatrix
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime import layouts, native_backend, step_fusion
-from batch_manager.runtime.device import Uploads
-from batch_manager.runtime.first_step import first_step
-from batch_manager.runtime.fused_step import FusedStep
+from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime.device.running import Uploads
+from batch_manager.runtime.forms.comparison import first_step
+from batch_manager.runtime.forms.fixed import making as step_fusion
+from batch_manager.runtime.forms.fixed.fused import FusedStep
+from batch_manager.runtime.forms.fixed.fusion import FusedProduct, fuse
+from batch_manager.runtime.forms.fixed.making import WrongStepError, compared_tokens, make_fused_step, record_step
+from batch_manager.runtime.forms.fixed.recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.kv_pool import make_kv_pool
-from batch_manager.runtime.launch_recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.product_fusion import FusedProduct, fuse
-from batch_manager.runtime.step_fusion import WrongStepError, compared_tokens, make_fused_step, record_step
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.triton_kernels.reference.rms_norm import rms_norm
@@ -42,7 +43,7 @@ from tests.deterministic.differential import DECODER, _RecordedWeights
 CONFIGS = copy.deepcopy(differential.CONFIGS)          # other tests change the sizes in the original
 CPU = torch.device("cpu")
 LIMITS = DeviceLimits(shared_bytes=227 * 1024, multiprocessors=132, operands_in_shared=True)
-OWN_MODELS = Path(__file__).parents[1] / "own_models"
+OWN_MODELS = Path(__file__).parents[3] / "own_models"
 OWN = {"gemma2": ("Gemma2", {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
                              "sliding_window": 20, "query_pre_attn_scalar": 7, "head_dim": 24}),
        "stablelm": ("StableLm", {"architectures": ["StableLmForCausalLM"], "use_qkv_bias": True,
@@ -159,7 +160,7 @@ def test_what_shares_a_launch_gives_what_separate_launches_give(operate, expecte
     assert separate == recording.operations
     results = []
     for pays in (True, False):
-        monkeypatch.setattr("batch_manager.runtime.fused_step.is_fused", lambda *sizes, pays=pays: pays)
+        monkeypatch.setattr("batch_manager.runtime.forms.fixed.fused.is_fused", lambda *sizes, pays=pays: pays)
         hidden = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
         step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
         results.append(step.run(hidden, torch.tensor([4, 0, 2]), None))
@@ -380,7 +381,7 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
 
 
 def test_registers_are_given_back_behind_their_last_use(monkeypatch):
-    monkeypatch.setattr("batch_manager.runtime.fused_step.is_fused", lambda *sizes: False)
+    monkeypatch.setattr("batch_manager.runtime.forms.fixed.fused.is_fused", lambda *sizes: False)
     recording, held = recorded(norm_at_the_end), []
     step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
     launches = step._prepare(3)
@@ -409,7 +410,7 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level,
     """
     loaded = load("llama", monkeypatch)
     backend = build_native_backend(
-        Path(__file__).parents[2] / "examples" / "models" / "austen-4m",
+        Path(__file__).parents[4] / "examples" / "models" / "austen-4m",
         TrtGptModelOptionalParams(device="cpu", cpu_compile=False, max_seq_len=64,
                                   kv_cache_config=KvCacheConfig(max_tokens=512)),
         layout=layouts.fused, num_slots=2)

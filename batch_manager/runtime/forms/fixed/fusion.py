@@ -7,8 +7,8 @@ into their product.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..layers.recording import Rows
-from .launch_recording import Activation, LaunchRecording, Norm, Operation, Product, is_whole, read_by, written_by
+from ....layers.recording import Rows
+from .recording import Activation, LaunchRecording, Norm, Operation, Product, is_whole, read_by, written_by
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..attention.interface import Attention
-from ..config import TrtGptModelOptionalParams
-from ..contained_log import log
-from ..errors import ConfigError
-from ..layers.recording import NotRecordableError, RecordedAttention, record, record_head
-from ..loading_thread import check_interruption
-from ..models.loading import LoadedModel
-from ..models.spec import ModelSpec
-from ..triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
-from ..triton_kernels.dispatch import use_triton
-from .compiled_step import CompiledStep
-from .first_step import describe_difference, first_step
+from ....attention.interface import Attention
+from ....config import TrtGptModelOptionalParams
+from ....contained_log import log
+from ....errors import ConfigError
+from ....layers.recording import NotRecordableError, RecordedAttention, record, record_head
+from ....loading_thread import check_interruption
+from ....models.loading import LoadedModel
+from ....models.spec import ModelSpec
+from ....triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
+from ....triton_kernels.dispatch import use_triton
+from ..comparison import describe_difference, first_step
+from .forward import CompiledStep
 
 LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
 COMPARED_TOKENS = 5

@@ -1,4 +1,4 @@
-"""Records a model's forward pass as a list of operations, which fused_step.py launches on a GPU.
+"""Records a model's forward pass as a list of operations, which fused.py launches on a GPU.
 
 See layers/recording.py.
 """
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..layers.recording import LookedUp, NotRecordableError, Rows
-from ..layers.weight_form import PlainMatrix
+from ....layers.recording import LookedUp, NotRecordableError, Rows
+from ....layers.weight_form import PlainMatrix
 
 
 @dataclass(frozen=True, slots=True)

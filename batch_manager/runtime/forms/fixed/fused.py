@@ -1,6 +1,6 @@
 """Runs a model's recorded forward in generation steps, with fewer launches than its layers make.
 
-`product_fusion.fuse` joins operations. Joined operations run as one launch of the kernel `fused_linear`, if
+`fusion.fuse` joins operations. Joined operations run as one launch of the kernel `fused_linear`, if
 `fused_linear_settings.is_fused` expects that to be faster. All other operations are launched as the layers launch them.
 Layers and models need no code for fusion.
 """
@@ -12,23 +12,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..attention.interface import Attention
-from ..layers.recording import LookedUp, Rows
-from ..triton_kernels import dispatch
-from ..triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS, is_fused
-from .launch_recording import (
-    Activation,
-    Attend,
-    LaunchRecording,
-    Norm,
-    Operation,
-    Product,
-    Sum,
-    is_whole,
-    read_by,
-    written_by,
-)
-from .product_fusion import FusedProduct, fuse
+from ....attention.interface import Attention
+from ....layers.recording import LookedUp, Rows
+from ....triton_kernels import dispatch
+from ....triton_kernels.fused_linear_settings import FEW_ROWS, ROW_COUNTS, is_fused
+from .fusion import FusedProduct, fuse
+from .recording import Activation, Attend, LaunchRecording, Norm, Operation, Product, Sum, is_whole, read_by, written_by
 
 Registers = list[torch.Tensor | None]
 Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (registers, positions, attention)

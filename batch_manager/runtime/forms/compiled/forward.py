@@ -5,12 +5,12 @@ import time
 import numpy as np
 import torch
 
-from ..attention.interface import PackedStep
-from ..errors import counted
-from ..layers.recording import Recording
-from ..triton_kernels.cpu.large_pages import allocate
-from ..triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
-from ..triton_kernels.cpu.native.matrix import PackedMatrix
+from ....attention.interface import PackedStep
+from ....errors import counted
+from ....layers.recording import Recording
+from ....triton_kernels.cpu.large_pages import allocate
+from ....triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
+from ....triton_kernels.cpu.native.matrix import PackedMatrix
 from .thread_governor import ThreadGovernor
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..contained_log import log
+from ....contained_log import log
 
 STEPS_LOOKED_AT = 8                # steps observed before a trial
 PAIRS_OF_A_TRIAL = 4               # a pair: a step with the current number of threads and a step with the other

@@ -3,17 +3,17 @@
 import numpy as np
 import torch
 
-from ..attention.interface import Attention, PackedStep
-from ..errors import counted
-from ..layers.recording import NotRecordableError, RecordedAttention, Rows, record
-from ..models.loading import LoadedModel
-from ..models.registry import Model
-from ..models.spec import ModelSpec
-from ..triton_kernels.fused_linear_settings import FEW_ROWS, TILE_ROWS
-from .device import Uploads
-from .first_step import describe_difference, first_step
-from .fused_step import FusedStep
-from .launch_recording import LaunchRecording, is_whole
+from ....attention.interface import Attention, PackedStep
+from ....errors import counted
+from ....layers.recording import NotRecordableError, RecordedAttention, Rows, record
+from ....models.loading import LoadedModel
+from ....models.registry import Model
+from ....models.spec import ModelSpec
+from ....triton_kernels.fused_linear_settings import FEW_ROWS, TILE_ROWS
+from ...device.running import Uploads
+from ..comparison import describe_difference, first_step
+from .fused import FusedStep
+from .recording import LaunchRecording, is_whole
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 COMPARED_TOKENS = (1, 5)           # products fused for more rows, up to FEW_ROWS, are fused for one row too
@@ -36,7 +36,7 @@ def make_fused_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, 
     Mutates    block 0 of the KV cache pool, used for the comparison
     Raises     NotRecordableError, with the reason why the model cannot be fused
     """
-    from ..triton_kernels.device_limits import device_limits  # it imports triton
+    from ....triton_kernels.device_limits import device_limits  # it imports triton
 
     recording, gives_logits = record_step(loaded, spec, getattr(attention, "norms_heads", False))
     fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)

@@ -1,6 +1,6 @@
 """Writes the arrays of a plain step, with padding, into the host memory that is sent to the device.
 
-step_inputs.py defines plain steps.
+inputs.py defines plain steps.
 """
 
 from typing import NamedTuple
@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..attention.interface import BindableAttention
-from ..triton_kernels.context_work_list import ContextTileWork
-from .block_tables import BlockTables
-from .device import Uploads
-from .graph_shapes import StepShape
-from .packing import ContextRows, GenerationRows
-from .step_inputs import StepInputs
+from ....attention.interface import BindableAttention
+from ....triton_kernels.context_work_list import ContextTileWork
+from ...block_tables import BlockTables
+from ...device.running import Uploads
+from ...packing import ContextRows, GenerationRows
+from .inputs import StepInputs
+from .shapes import StepShape
 
 
 class StepWork(NamedTuple):
-    """The work of attention in a plain step. The docstring of step_inputs.py defines plain steps.
+    """The work of attention in a plain step. The docstring of inputs.py defines plain steps.
 
     Each field has one entry for each attention window that the layers use.
 
@@ -37,7 +37,7 @@ class StepWork(NamedTuple):
 
 
 class StepWriter:
-    """Writes the arrays of plain steps. step_inputs.py defines plain steps and their arrays.
+    """Writes the arrays of plain steps. inputs.py defines plain steps and their arrays.
 
     block_tables   the copy on the device of the host's block tables, with a last row that belongs to no sequence
     tables         the host's block tables

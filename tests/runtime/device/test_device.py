@@ -7,18 +7,19 @@ import torch
 from batch_manager.attention.interface import LayerAttention
 from batch_manager.errors import ConfigError
 from batch_manager.models.spec import ModelSpec
-from batch_manager.runtime import device as device_module
-from batch_manager.runtime.device import (
+from batch_manager.runtime.device import memory as memory_module
+from batch_manager.runtime.device import running as device_module
+from batch_manager.runtime.device.devices import resolve_device
+from batch_manager.runtime.device.memory import free_memory
+from batch_manager.runtime.device.running import (
     AllocatedMemory,
     CapturedGraph,
     Readbacks,
     Uploads,
     finish_stream,
-    free_memory,
     is_out_of_memory,
     make_stream,
     on_device,
-    resolve_device,
 )
 from batch_manager.runtime.kv_pool import block_bytes, clear_block, make_kv_pool
 
@@ -58,7 +59,7 @@ def test_free_host_memory_is_a_plausible_number():
     (900_000, "anon 600000\ninactive_file 250000\nactive_file 50000\nshmem 7", 400_000),
     (999_999, "anon 999999", 1), (1_000_001, "anon 1000001", 0)])
 def test_the_page_cache_of_a_control_group_is_free(used, statistics, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_module, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(memory_module, "CONTROL_GROUP", tmp_path)
     for name, text in (("memory.max", "1000000"), ("memory.current", str(used)), ("memory.stat", statistics)):
         (tmp_path / name).write_text(text + "\n")
     assert free_memory(CPU) == expected
