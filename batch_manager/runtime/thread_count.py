@@ -44,6 +44,23 @@ def compute_threads(device: torch.device, count: int | None,
         _set_for_this_thread(before, kept)
 
 
+def step_threads(device: torch.device, count: int | None, is_engine_thread: Callable[[threading.Thread], bool],
+                 ) -> Callable[[int | None], Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return the function (own number of a form, or None) -> maker of a context manager for a step.
+
+    The context manager sets the form's own number of threads, or else `count`. On a thread of the engine, `count` stays
+    set between steps; a form's own number does not. If there is no number to set, it does nothing, at no cost.
+    """
+
+    def inside(own: int | None) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        if device.type != "cpu" or own is count is None:
+            return contextlib.nullcontext
+        if own is None:
+            return functools.partial(compute_threads, device, count, is_engine_thread)
+        return functools.partial(compute_threads, device, own)
+    return inside
+
+
 def require_openmp() -> None:
     """Raise ConfigError if this torch has no OpenMP.
 
