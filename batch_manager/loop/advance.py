@@ -4,12 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
-from ..names import FinishReason, LlmRequestState
-from ..requests.llm_request import LlmRequest, add_a_token_to_each
+from ..names import FinishReason
+from ..requests.llm_request import COMPLETE, LlmRequest, add_a_token_to_each
 from ..responses.deliveries import Deliveries
 from ..steps.resources import Resources
-
-COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 @dataclass(slots=True)

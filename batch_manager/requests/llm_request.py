@@ -8,29 +8,29 @@ from collections.abc import Hashable, Sequence
 from ..names import LlmRequestState
 from .retention import KvCacheRetentionConfig
 
-CONTEXT, GENERATING, LAST_TOKEN, COMPLETE = (
+CONTEXT, IN_PROGRESS, LAST_TOKEN, COMPLETE = (
     LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE,
     LlmRequestState.GENERATION_COMPLETE)
 # (state, event) -> next state. Nothing else changes a state; an event that is missing here is a fault of the caller.
 TRANSITIONS: dict[tuple[LlmRequestState, str], LlmRequestState] = {
-    (CONTEXT, "the last chunk is launched"): GENERATING,
+    (CONTEXT, "the last chunk is launched"): IN_PROGRESS,
     (CONTEXT, "the last chunk is launched, for one token"): LAST_TOKEN,
     (CONTEXT, "a launch is undone"): CONTEXT,
-    (GENERATING, "a launch is undone"): CONTEXT,
+    (IN_PROGRESS, "a launch is undone"): CONTEXT,
     (LAST_TOKEN, "a launch is undone"): CONTEXT,
-    (GENERATING, "one token is left"): LAST_TOKEN,
+    (IN_PROGRESS, "one token is left"): LAST_TOKEN,
     (LAST_TOKEN, "one token is left"): LAST_TOKEN,
-    (GENERATING, "no token is left"): COMPLETE,
+    (IN_PROGRESS, "no token is left"): COMPLETE,
     (LAST_TOKEN, "no token is left"): COMPLETE,
     (CONTEXT, "a pause"): CONTEXT,
-    (GENERATING, "a pause"): CONTEXT,
+    (IN_PROGRESS, "a pause"): CONTEXT,
     (LAST_TOKEN, "a pause"): CONTEXT,
     (CONTEXT, "an end"): COMPLETE,
-    (GENERATING, "an end"): COMPLETE,
+    (IN_PROGRESS, "an end"): COMPLETE,
     (LAST_TOKEN, "an end"): COMPLETE,
     (COMPLETE, "an end"): COMPLETE,
 }
-_GENERATING = (GENERATING, LAST_TOKEN)
+GENERATING = (IN_PROGRESS, LAST_TOKEN)
 NO_SLOT = -1
 
 
@@ -133,12 +133,12 @@ class LlmRequest:
 
     @property
     def is_generating(self) -> bool:
-        return self.state in _GENERATING
+        return self.state in GENERATING
 
     @property
     def is_started(self) -> bool:
         """Whether the request has computed tokens that a pause would discard."""
-        return self.state in _GENERATING or (self.state is CONTEXT and self.context_position > 0)
+        return self.state in GENERATING or (self.state is CONTEXT and self.context_position > 0)
 
     @property
     def is_finished(self) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from ..kv.kv_cache_manager import KvCacheManager
 from ..kv.ledger import KvLedger
 from ..kv.peft_cache_manager import PageLedger, PeftCacheManager
-from ..requests.llm_request import LlmRequest
+from ..requests.llm_request import GENERATING, LlmRequest
 from .duplicates import DuplicateDelay
-from .interfaces import GENERATING, CapacityScheduler, RequestList, schedulable
+from .interfaces import CapacityScheduler, RequestList, schedulable
 
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):

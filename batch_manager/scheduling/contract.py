@@ -9,8 +9,8 @@ from typing import TypeVar
 from ..config import Limits
 from ..errors import SchedulerContractError, counted, type_name
 from ..kv.kv_cache_manager import KvCacheManager
-from ..requests.llm_request import LlmRequest
-from .interfaces import GENERATING, RequestList, SchedulerOutput
+from ..requests.llm_request import GENERATING, LlmRequest
+from .interfaces import RequestList, SchedulerOutput
 
 Thing = TypeVar("Thing")
 

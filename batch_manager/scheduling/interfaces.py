@@ -9,13 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ..names import LlmRequestState
-from ..requests.llm_request import LlmRequest
+from ..requests.llm_request import CONTEXT, GENERATING, LlmRequest
 
 RequestList = list[LlmRequest]
 
-GENERATING = (LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE)
-SCHEDULABLE = (*GENERATING, LlmRequestState.CONTEXT_INIT)
+SCHEDULABLE = (*GENERATING, CONTEXT)
 
 
 def schedulable(requests: RequestList) -> RequestList:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection
 from math import inf
 
-from ..requests.llm_request import LlmRequest
+from ..requests.llm_request import GENERATING, LlmRequest
 from .chunking import ContextChunking, drafts_kept, force_chunk
-from .interfaces import GENERATING, MicroBatch, MicroBatchScheduler, RequestList
+from .interfaces import MicroBatch, MicroBatchScheduler, RequestList
 
 
 class TokenBudgetScheduler(MicroBatchScheduler):

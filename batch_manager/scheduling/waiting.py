@@ -9,9 +9,9 @@ from collections.abc import Collection
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import SchedulerPolicy
-from ..requests.llm_request import LlmRequest
+from ..requests.llm_request import GENERATING, LlmRequest
 from .duplicates import DuplicateDelay
-from .interfaces import GENERATING, RequestList, SchedulerOutput
+from .interfaces import RequestList, SchedulerOutput
 
 COMPLETE = "complete; its batch was not done"     # all its tokens are there (TrtGptModelType.V1)
 IN_FLIGHT = "step in flight"             # an earlier step of the request is not read yet

@@ -5,13 +5,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ..handover import ScheduledBatch, StepOutput
-from ..names import LlmRequestState
-from ..requests.llm_request import LlmRequest
+from ..requests.llm_request import COMPLETE, LAST_TOKEN, LlmRequest
 from .resources import Resources
 from .runner import RunningStep, StepRunner
 
-LAST_TOKEN = LlmRequestState.GENERATION_TO_COMPLETE
-COMPLETE = LlmRequestState.GENERATION_COMPLETE
 NO_REQUESTS: frozenset[int] = frozenset()
 
 

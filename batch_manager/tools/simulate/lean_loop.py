@@ -10,9 +10,8 @@ from ...config import TrtGptModelOptionalParams
 from ...contained_log import RateLimitedLog
 from ...errors import RequestError, counted
 from ...loop.generation_loop import GenerationLoop
-from ...names import LlmRequestState
 from ...requests.inference_request import InferenceRequest
-from ...requests.llm_request import LlmRequest, add_a_token_to_each
+from ...requests.llm_request import CONTEXT, LAST_TOKEN, LlmRequest, add_a_token_to_each
 from ...scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from ...scheduling.chunking import chunk_after_reuse, first_come_first_served
 from ...scheduling.micro_batch import TokenBudgetScheduler
@@ -24,7 +23,6 @@ from .step_shape import StepShape, pairs
 from .token_times import TokenTimes
 from .traffic import PromptMaker, Traffic
 
-CONTEXT, LAST_TOKEN = LlmRequestState.CONTEXT_INIT, LlmRequestState.GENERATION_TO_COMPLETE
 SHORTEST = 2        # iterations of a leap
 NO_STEP_IN_FLIGHT: frozenset[int] = frozenset()
 NO_SIZES = np.empty(0, np.int64)
