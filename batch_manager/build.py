@@ -18,10 +18,10 @@ from .errors import ConfigError, counted, type_name
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
+from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
-from .loop.static_batch import StaticBatch
 from .names import SchedulerPolicy, TrtGptModelType
 from .requests.admission import Admission
 from .responses.deliveries import Deliveries
@@ -93,7 +93,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
             clock=clock,
             flush_stats_when_idle=optional_params.flush_stats_when_idle,
             trace=parts.trace,
-            static_batch=StaticBatch(limits.max_seq_len) if static_batch else None)
+            scheme=StaticBatches(limits.max_seq_len) if static_batch else InFlight())
     except BaseException:
         close_unused(backend)
         raise

@@ -26,8 +26,6 @@ class Finals:
     """Ends requests. The blocks, slot and id of a request are free before its final callback runs.
 
     num_sent       final responses sent so far, refusals included
-    held           request id -> reason, of completed requests whose final is held back; always empty in this class,
-                   because only HeldFinals holds finals back
     ended          ids of accepted requests that ended since the last call of `take_ended`
     end_reasons    name of a FinishReason or an ErrorCode -> ids of requests that got a final for this reason since the
                    last call of `take_end_reasons`, refused requests included; None without a trace hook
@@ -52,7 +50,6 @@ class Finals:
         self.end_reasons: dict[str, list[int]] | None = None
         self.ended_at: dict[int, float] = {}
         self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
-        self.held: dict[int, FinishReason] = {}
 
     @property
     def num_sent(self) -> int:
@@ -69,12 +66,6 @@ class Finals:
         delivery = self._take_out(request, keep_computed=True)
         assert delivery is not None
         self._send_final(request, delivery, reason, metrics)
-
-    def send_held(self) -> None:
-        """Send the held finals if no member of the static batch is running.
-
-        The method does nothing in this class, because only the subclass HeldFinals holds finals back.
-        """
 
     def fail(self, request: LlmRequest, code: ErrorCode, message: str, *, clear_blocks: bool = False) -> None:
         """End an active request with an error.

@@ -23,20 +23,18 @@ from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..scheduling.starvation import StarvationCheck
 from ..scheduling.waiting import waiting_reasons
 from ..seams import Clock, ModelBackend
-from ..stats.iteration_stats import StaticBatchStats
 from ..stats.trace import IterationTrace
 from ..steps.resources import Resource, Resources
 from ..steps.runner import StepRunner
 from ..steps.window import StepInFlight, StepWindow
 from .active_requests import ActiveRequests
 from .advance import Outcome, advance
+from .batch_scheme import BatchScheme
 from .callbacks import GuardedCallbacks
-from .finals import Finals
 from .intake import Intake
 from .iteration_record import IterationRecord, Totals
 from .phase_times import PhaseTimes
 from .reporter import Reporter
-from .static_batch import HeldFinals, StaticBatch
 
 FinishedStep = tuple[StepInFlight, StepOutput]
 
@@ -60,8 +58,7 @@ class GenerationLoop:
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, deliveries: Deliveries, clock: Clock,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 static_batch: StaticBatch | None = None,
-                 resources: Sequence[Resource] = ()) -> None:
+                 scheme: BatchScheme, resources: Sequence[Resource] = ()) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.unanswered = callbacks.unanswered
@@ -75,19 +72,18 @@ class GenerationLoop:
         self.iteration = 0
         self.totals = Totals()
         self.deliveries = deliveries
-        self._static_batch = static_batch
+        self._scheme = scheme
         self.timings = intake.timings
-        self._no_static_batch = None if static_batch is None else StaticBatchStats()
         self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
-        finals = Finals if static_batch is None else HeldFinals
-        self.finals = finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
+        self.finals = scheme.finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, timings=intake.timings,
-            other_settings={"static_batching": static_batch is not None,
+            scheme=scheme,
+            other_settings={"static_batching": scheme.is_static,
                             "enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
@@ -179,7 +175,7 @@ class GenerationLoop:
 
     def _fetch(self, room: int | None) -> IterationRecord:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
-                                 self.clock.monotonic(), static_batch=self._no_static_batch)
+                                 self.clock.monotonic())
         if self._phase_times is not None:
             record.room = -1 if room is None else max(room - len(self.intake), 0)
         for admitted in self.intake.fetch(room, self.active.__contains__, self.failure):
@@ -224,7 +220,7 @@ class GenerationLoop:
             self._starvation.check(self.scheduler, plan, active, blocked)
             if self.reporter.wants_trace:
                 record.waiting = waiting_reasons(plan, active, blocked, self.kv, self.limits,
-                                                 is_static=self._static_batch is not None)
+                                                 is_static=self._scheme.is_static)
         if not (num_scheduled or self.window):
             raise SchedulerContractError(
                 self.scheduler,
@@ -249,9 +245,7 @@ class GenerationLoop:
                 batch = self._resources.claim(plan, record.number, record.micro_batch_id)
             except OutOfResourceError as error:
                 raise SchedulerContractError(self.scheduler, f"its plan exceeds a resource: {error.fact}") from error
-            if self._static_batch is not None:
-                batch = self._static_batch.padded(batch, plan)
-                record.static_batch = self._static_batch.stats
+            batch = self._scheme.padded(batch, plan)
             if batch.context:
                 self.totals.recomputed_tokens += self.timings.note_contexts(batch, plan.context_requests, self.kv)
                 record.chunks = [(request.request_id, work.start, len(work.token_ids))
@@ -310,10 +304,7 @@ class GenerationLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """End requests whose deadline has passed: as timed out if they have generated tokens, otherwise with an error.
-
-        Then, if no request of a static batch is running, send the final responses that were held for the batch.
-        """
+        """End requests whose deadline has passed, as timed out if they have generated tokens, else with an error."""
         expired = self.intake.expired()
         for admitted in self.intake.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
@@ -325,14 +316,12 @@ class GenerationLoop:
                 self.finals.end(request, FinishReason.TIMED_OUT)
             else:
                 self.finals.fail(request, ErrorCode.DEADLINE, expired[request_id])
-        if self.finals.held:
-            self.finals.send_held()
 
     def _answer_all_active(self, error: SchedulerContractError) -> Outcome:
         """Fail the active requests and drop the steps in flight, because the scheduler broke a rule."""
         self.finals.answer_refusals()
-        for request in list(self.active.in_order):
-            self.finals.fail(request, error.code, str(error))
+        while self.active.in_order:    # an end may end others: finals that a static batch holds back
+            self.finals.fail(self.active.in_order[0], error.code, str(error))
         self.window.drop_all()
         return Outcome()
 
@@ -346,9 +335,8 @@ class GenerationLoop:
         for admitted in self.intake.withdraw(stops):
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
-            self.finals.end(request, FinishReason.CANCELLED)
-        if self.finals.held:
-            self.finals.send_held()
+            if self.active.get(request.request_id) is request:    # an end may end others
+                self.finals.end(request, FinishReason.CANCELLED)
 
     # report
 
@@ -372,8 +360,7 @@ class GenerationLoop:
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
                 self.window.drop_all()    # no request needs their results
                 self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
-                                                  self.clock.monotonic(), kv_cache=self.kv.usage(),
-                                                  static_batch=self._no_static_batch))
+                                                  self.clock.monotonic(), kv_cache=self.kv.usage()))
             if self._phase_times is not None:
                 record.end_reasons = self.finals.take_end_reasons()
                 record.finished_at_s = self.finals.take_end_times(record.finished)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from ..kv.kv_cache_manager import KvCacheUsage
 from ..scheduling.interfaces import SchedulerOutput
-from ..stats.iteration_stats import StaticBatchStats
 
 NO_PLAN = SchedulerOutput()
 
@@ -24,8 +23,6 @@ class IterationRecord:
     chunks             (request id, first position, number of tokens) of each context chunk
     kv_cache           use of the KV cache after the plan's blocks were taken, or, without a plan, at the end of the
                        iteration; None before that time
-    static_batch       with static batching, the sizes of the batch that ran, or of an empty batch if no batch ran; None
-                       with in-flight batching
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
     figures            name -> value of the statistics of resources other than KV cache blocks, such as adapters
@@ -46,7 +43,6 @@ class IterationRecord:
     plan: SchedulerOutput = NO_PLAN
     chunks: list[tuple[int, int, int]] = field(default_factory=list)
     kv_cache: KvCacheUsage | None = None
-    static_batch: StaticBatchStats | None = None
     generated_tokens: int = 0
     had_refusals: bool = False
     figures: dict[str, int] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from ..seams import Clock, MemoryUsage, ModelBackend
 from ..stats.iteration_stats import IterationStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
+from .batch_scheme import BatchScheme
 from .callbacks import GuardedCallbacks
 from .iteration_record import IterationRecord, Totals
 from .timings import Timings
@@ -23,7 +24,7 @@ class Reporter:
     """
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, limits: Limits,
-                 trace: Callable[[IterationTrace], None] | None, timings: Timings,
+                 scheme: BatchScheme, trace: Callable[[IterationTrace], None] | None, timings: Timings,
                  other_settings: Mapping[str, int | str]) -> None:
         """
         other_settings   name -> value of the settings that a trace has beside the limits
@@ -32,6 +33,7 @@ class Reporter:
         self._backend = backend
         self._clock = clock
         self._timings = timings
+        self._scheme = scheme
         self._accepted = self._refused = 0    # in the records so far
         self._max_requests = limits.max_num_sequences
         self._settings = settings_of(limits) | dict(other_settings)    # empty once they are in a trace
@@ -62,11 +64,10 @@ class Reporter:
 
     def report(self, record: IterationRecord, totals: Totals) -> None:
         """Call the statistics callback, if there is one."""
-        callbacks, plan = self._callbacks, record.plan
+        callbacks = self._callbacks
         if not callbacks.wants_stats:
             return
         assert record.kv_cache is not None
-        contexts, generations = len(plan.context_requests), len(plan.generation_requests)
         unanswered = callbacks.unanswered
         timings, now = self._timings, self._clock.monotonic()
         started, queue_seconds, longest_queue_seconds = timings.take_started() if timings.started else (0, 0.0, 0.0)
@@ -79,12 +80,7 @@ class Reporter:
             max_requests=self._max_requests,
             memory=self._memory_now(),
             kv_cache=record.kv_cache,
-            micro_batch_id=record.micro_batch_id,
-            scheduled_requests=contexts + generations,
-            context_requests=contexts,
-            generation_requests=generations,
-            paused_requests=len(plan.paused_requests),
-            context_tokens=sum([size for _, _, size in record.chunks]) if record.chunks else 0,
+            of_step=self._scheme.figures(record),
             generated_tokens=record.generated_tokens,
             recomputed_tokens=totals.recomputed_tokens,
             discarded_tokens=totals.discarded_tokens,
@@ -112,9 +108,8 @@ class Reporter:
             callback_failures=callbacks.guard.failures,
             dispatch=self._backend.info.dispatch,
             figures=record.figures if self._figures_of_backend is None else record.figures | self._figures_now(),
-            static_batch=record.static_batch,
         )
-        callbacks.return_stats(to_json(stats))
+        callbacks.return_stats(to_json(_record(stats)).decode())
 
     def _figures_now(self) -> dict[str, int]:
         """Return the statistics of the backend, name -> value; empty if the backend has none or raises."""
@@ -141,3 +136,60 @@ def settings_of(limits: Limits) -> dict[str, int | str]:
     if settings.pop("unbounded_sequences"):
         settings["max_num_sequences"] = -1
     return {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()}
+
+
+def _record(stats: IterationStats) -> dict[str, int | str]:
+    """Return the statistics by name.
+
+    The first group of names is TensorRT-LLM's, spelled identically. Numbers are integers, times are in microseconds.
+    """
+    kv = stats.kv_cache
+    record: dict[str, int | str] = {
+        "Timestamp": stats.timestamp,
+        "Iteration Counter": stats.iteration,
+        "Active Request Count": stats.active_requests,
+        "Max Request Count": stats.max_requests,
+        "Runtime GPU Memory Usage": stats.memory.gpu,
+        "Runtime CPU Memory Usage": stats.memory.cpu,
+        "Runtime Pinned Memory Usage": stats.memory.pinned,
+        "Max KV cache blocks": kv.max_blocks,
+        # TensorRT-LLM has no cached blocks in this sense; they can be evicted at any time, so they count as free.
+        "Free KV cache blocks": kv.free_blocks + kv.cached_blocks,
+        "Used KV cache blocks": kv.live_blocks,
+        "Tokens per KV cache block": kv.tokens_per_block,
+        "Reused KV cache blocks": kv.reused_blocks,
+        **stats.of_step,
+
+        "Cached KV cache blocks": kv.cached_blocks,
+        "Host KV cache blocks": kv.host_blocks,
+        "Used Host KV cache blocks": kv.used_host_blocks,
+        "Queued Requests": stats.queued_requests,
+        "Generated Tokens": stats.generated_tokens,
+        "Recomputed Tokens": stats.recomputed_tokens,
+        "Discarded Tokens": stats.discarded_tokens,
+        "Iterations In Flight": stats.steps_in_flight,
+        "Final Responses": stats.finals,
+        "Failed Steps": stats.failed_steps,
+        "Clamped Requests": stats.clamped_requests,
+        "Unaddressable Items": stats.unaddressable_items,
+        "Callback Time Microseconds": round(stats.callback_seconds * 1e6),
+        "Iteration Latency Microseconds": round(stats.iteration_seconds * 1e6),
+        "Kernel Dispatch": stats.dispatch,
+        "Monotonic Microseconds": round(stats.monotonic_seconds * 1e6),
+        "New Requests": stats.new_requests,
+        "Refused Requests": stats.refused_requests,
+        "Accepted Prompt Tokens": stats.prompt_tokens,
+        "Cache Lookup Tokens": stats.lookup_tokens,
+        "Cache Hit Tokens": stats.hit_tokens,
+        "Queued Tokens": stats.queued_tokens,
+        "Oldest Wait Microseconds": round(stats.oldest_wait_seconds * 1e6),
+        "Started Requests": stats.started_requests,
+        "Queue Time Microseconds": round(stats.queue_seconds * 1e6),
+        "Longest Queue Time Microseconds": round(stats.longest_queue_seconds * 1e6),
+        **stats.reasons,
+    }
+    for code, count in stats.errors.items():
+        record[f"Errors {code.value}"] = count
+    for name, count in stats.callback_failures.items():
+        record[f"Failed {name} Callbacks"] = count
+    return record | stats.figures

@@ -1,40 +1,10 @@
 """The statistics of one iteration."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..kv.kv_cache_manager import KvCacheUsage
 from ..names import ErrorCode
-from ..requests.llm_request import LlmRequest
 from ..seams import MemoryUsage
-
-
-@dataclass(frozen=True, slots=True)
-class StaticBatchStats:
-    """The sizes of a static batch when it was formed. They stay the same until its last member is done.
-
-    members                   requests in the batch
-    context_tokens            sum of the members' prompt lengths, without padding
-    total_generation_tokens   upper bound of the tokens that all members together generate
-    empty_generation_slots    number of padding tokens if each member generates its max_new_tokens: members with fewer
-                              max_new_tokens than the largest of the batch are padded to the largest
-    """
-
-    members: int = 0
-    context_tokens: int = 0
-    total_generation_tokens: int = 0
-    empty_generation_slots: int = 0
-
-    @staticmethod
-    def of(members: Sequence[LlmRequest], max_seq_len: int) -> "StaticBatchStats":
-        longest_prompt = max(request.prompt_len for request in members)
-        max_new_tokens = min(max(request.max_new_tokens for request in members), max_seq_len - longest_prompt)
-        total = sum(min(request.max_new_tokens, max_new_tokens) for request in members)
-        return StaticBatchStats(
-            members=len(members),
-            context_tokens=sum(request.prompt_len for request in members),
-            total_generation_tokens=total,
-            empty_generation_slots=len(members) * max_new_tokens - total)
 
 
 @dataclass(slots=True)    # a frozen dataclass takes several microseconds longer to construct
@@ -46,8 +16,7 @@ class IterationStats:
 
     iteration               rises by one with every record
     active_requests         number of active requests when the step was planned
-    scheduled_requests, context_requests, generation_requests, paused_requests   numbers of requests in the plan
-    context_tokens          tokens of the context chunks; after a pause, these include output tokens
+    of_step                 name in the record -> value, for the statistics of the batching scheme about the step
     generated_tokens        tokens appended to requests
     recomputed_tokens       context tokens computed again after pauses, without those in reused blocks; since
                             construction
@@ -73,8 +42,6 @@ class IterationStats:
     callback_failures       name of a callback, hook or method of the backend -> calls that raised or returned an
                             unusable value, since construction
     figures                 name in the record -> value, for statistics of the backend and of resources besides blocks
-    static_batch            with static batching, the sizes of the batch that ran, or of an empty batch if none ran;
-                            None: in-flight batching
     """
 
     timestamp: str
@@ -83,12 +50,7 @@ class IterationStats:
     max_requests: int
     memory: MemoryUsage
     kv_cache: KvCacheUsage
-    micro_batch_id: int
-    scheduled_requests: int = 0
-    context_requests: int = 0
-    generation_requests: int = 0
-    paused_requests: int = 0
-    context_tokens: int = 0
+    of_step: dict[str, int]
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     discarded_tokens: int = 0
@@ -116,4 +78,3 @@ class IterationStats:
     callback_failures: dict[str, int] = field(default_factory=dict)
     dispatch: str = "torch"
     figures: dict[str, int] = field(default_factory=dict)
-    static_batch: StaticBatchStats | None = None

@@ -16,10 +16,10 @@ import pytest
 
 from batch_manager import ConfigError, FinishReason, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.handover import RowFailure
+from batch_manager.loop.batch_scheme import batch_figures
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.policies import make_scheduler
-from batch_manager.stats.iteration_stats import StaticBatchStats
 from batch_manager.stats.trace import Trace
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
@@ -478,8 +478,9 @@ def test_every_iteration_of_a_batch_reports_the_batch_as_it_was_formed(static_wo
 
 def test_the_tokens_of_a_batch_are_bounded_by_what_its_longest_prompt_leaves():
     members = [LlmRequest(0, [0] * 12, 3), LlmRequest(1, [0] * 2, 18), LlmRequest(2, [0], 8)]
-    assert StaticBatchStats.of(members, max_seq_len=20) == StaticBatchStats(
-        members=3, context_tokens=15, total_generation_tokens=3 + 8 + 8, empty_generation_slots=3 * 8 - 19)
+    assert batch_figures(members, max_seq_len=20) == {
+        "Scheduled Requests": 3, "Context Requests": 3, "Total Context Tokens": 15,
+        "Total Generation Tokens": 3 + 8 + 8, "Empty Generation Slots": 3 * 8 - 19}
 
 
 def test_the_record_of_an_idle_engine_has_an_empty_batch(static_world, submit):
