@@ -9,13 +9,14 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import HeadLayerNorm, LayerNorm
 from ..layers.rotary import Rotary, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
@@ -30,48 +31,9 @@ class CohereSpec(ModelSpec):
     logit_scale: float
 
 
-class Cohere:
-    """Implements CohereForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("logit_scale",)
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> CohereSpec:
-        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
-        refuse_windows(config, num_layers)
-        if "logit_scale" in config.values and "logit_scale" not in config:
-            raise config.fault("logit_scale", "a number, or no such field")
-        return read_decoder_spec(
-            config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
-            tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec,
-            logit_scale=config.number("logit_scale", 0.0625))
-
-    def __init__(self, spec: CohereSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, bias=False)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size, scale=spec.logit_scale,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: CohereSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name, size = f"model.layers.{index}", spec.hidden_size
+    def __init__(self, spec: CohereSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        size = spec.hidden_size
         self.index, self.head_size = index, spec.head_size
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, spec.norm_epsilon, bias=False)
@@ -98,3 +60,28 @@ class _Layer:
             query, key = self.query_norm(query), self.key_norm(key)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed)
+
+
+class Cohere(Decoder):
+    """Implements CohereForCausalLM of transformers."""
+
+    layer = _Layer
+    understands = ("logit_scale",)
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> CohereSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
+        refuse_windows(config, num_layers)
+        if "logit_scale" in config.values and "logit_scale" not in config:
+            raise config.fault("logit_scale", "a number, or no such field")
+        return read_decoder_spec(
+            config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias, max_positions=8192,
+            tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
+            default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec,
+            logit_scale=config.number("logit_scale", 0.0625))
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, bias=False)
+
+    def make_head(self, spec: CohereSpec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, scale=spec.logit_scale)

@@ -9,59 +9,20 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
 
-class Gemma:
-    """Implements GemmaForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        num_layers = layer_count(config)
-        refuse_windows(config, num_layers)
-        bias = config.flag("attention_bias", False)
-        spec = read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
-                                 head_size=256, num_kv_heads=16, max_positions=8192, tie_word_embeddings=True,
-                                 default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6,
-                                 default_theta=10000.0)
-        # Early checkpoints say "gelu" but use the tanh approximation; transformers treats them the same way.
-        return replace(spec, activation="gelu_new") if config.text("hidden_act", "") == "gelu" else spec
-
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
-                                   scale=spec.hidden_size**0.5)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index = index
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_size = spec.head_size
@@ -79,3 +40,28 @@ class _Layer:
         query, key, value = qkv.split_with_sizes(self.heads, 1)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class Gemma(Decoder):
+    """Implements GemmaForCausalLM of transformers."""
+
+
+    layer = _Layer
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        bias = config.flag("attention_bias", False)
+        spec = read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 head_size=256, num_kv_heads=16, max_positions=8192, tie_word_embeddings=True,
+                                 default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6,
+                                 default_theta=10000.0)
+        # Early checkpoints say "gelu" but use the tanh approximation; transformers treats them the same way.
+        return replace(spec, activation="gelu_new") if config.text("hidden_act", "") == "gelu" else spec
+
+    def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
+        return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
+        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)

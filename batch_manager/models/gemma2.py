@@ -16,6 +16,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_softcap
 
@@ -30,49 +31,8 @@ class Gemma2Spec(ModelSpec):
     logits_softcap: float | None = None
 
 
-class Gemma2:
-    """Implements Gemma2ForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-                   "final_logit_softcapping")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> Gemma2Spec:
-        bias = config.flag("attention_bias", False)
-        return read_decoder_spec(config, architecture, windows=read_alternating_windows(config, 2),
-                                 qkv_bias=bias, out_bias=bias, scale=config.count("query_pre_attn_scalar", 256)**-0.5,
-                                 softcap=read_softcap(config, "attn_logit_softcapping", 50.0), head_size=256,
-                                 num_kv_heads=4, max_positions=8192, tie_word_embeddings=True,
-                                 activation="hidden_activation", default_activation="gelu_pytorch_tanh",
-                                 default_norm_epsilon=1e-6, default_theta=10000.0, spec_class=Gemma2Spec,
-                                 logits_softcap=read_softcap(config, "final_logit_softcapping", 30.0))
-
-    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
-                                   scale=spec.hidden_size**0.5)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None, softcap=spec.logits_softcap)
-        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index = index
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_size = spec.head_size
@@ -95,3 +55,31 @@ class _Layer:
         attended = self.out(attention.run(self.index, query, key, value, rotary))
         hidden = hidden + self.attention_norm(attended)
         return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))
+
+
+class Gemma2(Decoder):
+    """Implements Gemma2ForCausalLM of transformers."""
+
+    layer = _Layer
+    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
+                   "final_logit_softcapping")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Gemma2Spec:
+        bias = config.flag("attention_bias", False)
+        return read_decoder_spec(config, architecture, windows=read_alternating_windows(config, 2),
+                                 qkv_bias=bias, out_bias=bias, scale=config.count("query_pre_attn_scalar", 256)**-0.5,
+                                 softcap=read_softcap(config, "attn_logit_softcapping", 50.0), head_size=256,
+                                 num_kv_heads=4, max_positions=8192, tie_word_embeddings=True,
+                                 activation="hidden_activation", default_activation="gelu_pytorch_tanh",
+                                 default_norm_epsilon=1e-6, default_theta=10000.0, spec_class=Gemma2Spec,
+                                 logits_softcap=read_softcap(config, "final_logit_softcapping", 30.0))
+
+    def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
+        return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
+        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
+
+    def make_head(self, spec: Gemma2Spec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, softcap=spec.logits_softcap)

@@ -9,13 +9,13 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
@@ -30,52 +30,8 @@ class GptNeoXSpec(ModelSpec):
     is_parallel: bool
 
 
-class GptNeoX:
-    """Implements GPTNeoXForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
-    understands = ("rotary_pct", "use_parallel_residual", "partial_rotary_factor")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> GptNeoXSpec:
-        num_layers, bias = layer_count(config), config.flag("attention_bias", True)
-        refuse_windows(config, num_layers)
-        # Drop fields that this family does not have; transformers ignores them too.
-        kept = {name: value for name, value in config.values.items()
-                if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
-        if "head_dim" in config:
-            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
-        return read_decoder_spec(
-            Fields(kept, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
-            mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",
-            default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
-            partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,
-            is_parallel=config.flag("use_parallel_residual", True))
-
-    def __init__(self, spec: GptNeoXSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "gpt_neox.embed_in.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "gpt_neox.final_layer_norm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "embed_out.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: GptNeoXSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"gpt_neox.layers.{index}"
+    def __init__(self, spec: GptNeoXSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index, self.is_parallel = index, spec.is_parallel
         self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
@@ -98,3 +54,31 @@ class _Layer:
             return self.mlp.add_to(self.out.add_to(hidden, attended), normed)
         hidden = self.out.add_to(hidden, attended)
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class GptNeoX(Decoder):
+    """Implements GPTNeoXForCausalLM of transformers."""
+
+    layer = _Layer
+    names = Names("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out")
+    harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
+    understands = ("rotary_pct", "use_parallel_residual", "partial_rotary_factor")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> GptNeoXSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", True)
+        refuse_windows(config, num_layers)
+        # Drop fields that this family does not have; transformers ignores them too.
+        kept = {name: value for name, value in config.values.items()
+                if name not in ("num_key_value_heads", "rope_theta", "partial_rotary_factor")}
+        if "head_dim" in config:
+            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
+        return read_decoder_spec(
+            Fields(kept, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",
+            default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
+            partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,
+            is_parallel=config.flag("use_parallel_residual", True))
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)

@@ -7,13 +7,14 @@ import torch
 
 from ..attention.interface import Attention, LayerAttention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary, RotaryParameters, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import (
     MAX_HEADS,
@@ -29,10 +30,31 @@ from .spec_reading import (
 )
 
 
-class GptJ:
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        size = spec.hidden_size
+        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
+        self.input_norm = LayerNorm(weights, context, f"{name}.ln_1", size, spec.norm_epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
+                          split="columns", row_order=half_split_rows(
+                              2 * spec.num_heads, spec.num_heads, spec.head_size, spec.rotary_size, context.device))
+        self.out = Linear(weights, context, [f"{name}.attn.out_proj"], size, [size], split="rows")
+        self.mlp = Mlp(weights, context, f"{name}.mlp.fc_in", f"{name}.mlp.fc_out", size, spec.intermediate_size,
+                       spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        normed = self.input_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, normed)
+
+
+class GptJ(Decoder):
     """Implements GPTJForCausalLM of transformers."""
 
-    deterministic = True
+    layer = _Layer
+    names = Names("transformer.wte", "transformer.h", "transformer.ln_f")
     harmless_tensors = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
     @staticmethod
@@ -71,41 +93,8 @@ class GptJ:
             dtype=read_dtype(config),
         )
 
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "transformer.wte.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "transformer.ln_f", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size, bias=True,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
-class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name, size = f"transformer.h.{index}", spec.hidden_size
-        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
-        self.input_norm = LayerNorm(weights, context, f"{name}.ln_1", size, spec.norm_epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
-                          split="columns", row_order=half_split_rows(
-                              2 * spec.num_heads, spec.num_heads, spec.head_size, spec.rotary_size, context.device))
-        self.out = Linear(weights, context, [f"{name}.attn.out_proj"], size, [size], split="rows")
-        self.mlp = Mlp(weights, context, f"{name}.mlp.fc_in", f"{name}.mlp.fc_out", size, spec.intermediate_size,
-                       spec.activation)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        normed = self.input_norm(hidden)
-        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
-        return self.mlp.add_to(hidden, normed)
+    def make_head(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, bias=True)

@@ -7,57 +7,21 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
 
-class Phi:
-    """Implements PhiForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("partial_rotary_factor",)
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        num_layers = layer_count(config)
-        refuse_windows(config, num_layers)
-        return read_decoder_spec(
-            config, architecture, windows=(None,) * num_layers, qkv_bias=True, out_bias=True, mlp_bias=True,
-            gated_mlp=False, qk_norm=config.flag("qk_layernorm", False), max_positions=2048,
-            default_activation="gelu_new", norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=10000.0, partial_rotary_factor=0.5)
-
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "model.final_layernorm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size, bias=True,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name, size = f"model.layers.{index}", spec.hidden_size
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        size = spec.hidden_size
         self.index, self.head_size, self.has_norms = index, spec.head_size, spec.qk_norm
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, spec.norm_epsilon)
@@ -80,3 +44,27 @@ class _Layer:
             query, key = self.query_norm(query), self.key_norm(key)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed)
+
+
+class Phi(Decoder):
+    """Implements PhiForCausalLM of transformers."""
+
+    layer = _Layer
+    names = Names(norm="model.final_layernorm")
+    understands = ("partial_rotary_factor",)
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        return read_decoder_spec(
+            config, architecture, windows=(None,) * num_layers, qkv_bias=True, out_bias=True, mlp_bias=True,
+            gated_mlp=False, qk_norm=config.flag("qk_layernorm", False), max_positions=2048,
+            default_activation="gelu_new", norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
+            default_theta=10000.0, partial_rotary_factor=0.5)
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
+
+    def make_head(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, bias=True)

@@ -7,22 +7,42 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_decoder_spec, read_uniform_windows
 
 
-class Phi3:
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index = index
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self.head_size = spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.qkv_proj"], size, spec.qkv_sizes, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size],
+                          split="rows")
+        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation,
+                            gate_up=["gate_up_proj"])
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class Phi3(Decoder):
     """Implements Phi3ForCausalLM of transformers."""
 
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+    layer = _Layer
     understands = ("sliding_window", "layer_types", "partial_rotary_factor")
 
     @staticmethod
@@ -31,25 +51,6 @@ class Phi3:
         return read_decoder_spec(_with_longrope(config), architecture, windows=windows,
                                  partial_rotary_factor=1.0, max_positions=4096, default_norm_epsilon=1e-5,
                                  default_theta=10000.0)
-
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
 
 
 def _with_longrope(config: Fields) -> Fields:
@@ -69,25 +70,3 @@ def _with_longrope(config: Fields) -> Fields:
     if "original_max_position_embeddings" not in config:
         values["original_max_position_embeddings"] = 4096
     return Fields(values, config.where)
-
-
-class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
-        self.index = index
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.head_size = spec.head_size
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.qkv_proj"], size, spec.qkv_sizes, split="columns")
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size],
-                          split="rows")
-        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation,
-                            gate_up=["gate_up_proj"])
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -9,13 +9,13 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import HeadLayerNorm, LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, refuse_windows
 
@@ -30,49 +30,8 @@ class StableLmSpec(ModelSpec):
     is_parallel: bool
 
 
-class StableLm:
-    """Implements StableLmForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("partial_rotary_factor", "use_parallel_residual")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> StableLmSpec:
-        num_layers = layer_count(config)
-        refuse_windows(config, num_layers)
-        if "head_dim" in config:
-            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
-        return read_decoder_spec(
-            config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
-            num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=10000.0, qk_norm=config.flag("qk_layernorm", False),
-            partial_rotary_factor=0.25, spec_class=StableLmSpec,
-            is_parallel=config.flag("use_parallel_residual", False))
-
-    def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.rotary_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: StableLmSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index = index
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_size = spec.head_size
@@ -101,3 +60,26 @@ class _Layer:
             query, key = self.query_norm(query), self.key_norm(key)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed if self.is_parallel else self.mlp_norm(hidden))
+
+
+class StableLm(Decoder):
+    """Implements StableLmForCausalLM of transformers."""
+
+    layer = _Layer
+    understands = ("partial_rotary_factor", "use_parallel_residual")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> StableLmSpec:
+        num_layers = layer_count(config)
+        refuse_windows(config, num_layers)
+        if "head_dim" in config:
+            raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
+        return read_decoder_spec(
+            config, architecture, windows=(None,) * num_layers, qkv_bias=config.flag("use_qkv_bias", False),
+            num_kv_heads=32, max_positions=4096, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
+            default_theta=10000.0, qk_norm=config.flag("qk_layernorm", False),
+            partial_rotary_factor=0.25, spec_class=StableLmSpec,
+            is_parallel=config.flag("use_parallel_residual", False))
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)

@@ -7,56 +7,19 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_decoder_spec, read_uniform_windows
 
 
-class StarCoder2:
-    """Implements Starcoder2ForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("sliding_window", "layer_types")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        windows = read_uniform_windows(config, config.count("sliding_window", None))
-        bias = config.flag("use_bias", True)
-        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
-                                 mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,
-                                 tie_word_embeddings=True, default_activation="gelu_pytorch_tanh",
-                                 norm_epsilon="norm_epsilon", default_norm_epsilon=1e-5, default_theta=10000.0)
-
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index = index
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_size = spec.head_size
@@ -75,3 +38,22 @@ class _Layer:
         query, key, value = qkv.split_with_sizes(self.heads, 1)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class StarCoder2(Decoder):
+    """Implements Starcoder2ForCausalLM of transformers."""
+
+    layer = _Layer
+    understands = ("sliding_window", "layer_types")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> ModelSpec:
+        windows = read_uniform_windows(config, config.count("sliding_window", None))
+        bias = config.flag("use_bias", True)
+        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
+                                 mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,
+                                 tie_word_embeddings=True, default_activation="gelu_pytorch_tanh",
+                                 norm_epsilon="norm_epsilon", default_norm_epsilon=1e-5, default_theta=10000.0)
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
