@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from ..weights.matrices import StoredMatrix
+
 if TYPE_CHECKING:
     from .weight_form import WeightForm
 
@@ -75,9 +77,8 @@ class AdapterPort(Protocol):
 class WeightForms(Protocol):
     """Chooses how a matrix is stored and multiplied, in place of weight_form.py."""
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, context: "LayerContext"
-                 ) -> "WeightForm | None":
-        """Return the form of the matrix [out, in] with its bias [out] or None; None: weight_form.py chooses."""
+    def __call__(self, stored: StoredMatrix, context: "LayerContext") -> "WeightForm | None":
+        """Return the form of a matrix as its source stores it; None: weight_form.py chooses."""
         ...
 
 
@@ -93,7 +94,7 @@ class LayerContext:
 
     The next three fields are ports. A layer asks them once, in its constructor.
 
-    split           the processes that share the weights. In this version `Linear` refuses more than one
+    split           the processes that share the weights
     weight_form     how a matrix is stored and multiplied; None: the fastest form of weight_form.py
     adapters        adapters whose outputs are added to the output of a `Linear`; None: no adapters
     """

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from ..triton_kernels.cpu.fixed_pieces import elementwise
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
+from ..weights.matrices import Dense
 from ..weights.source import Weights
 from .context import LayerContext
 from .recording import LookedUp, NotRecordableError, Positions, Rows
@@ -53,16 +54,19 @@ class Head:
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  tied_to: Embedding | None = None, softcap: float | None = None, scale: float | None = None,
                  bias: bool = False) -> None:
-        biases = weights.tensor(f"{name.removesuffix('.weight')}.bias", (rows,)) if bias else None
-        if tied_to is None:
-            weight = weights.tensor(name, (rows, size))
-        else:
+        prefix = name.removesuffix(".weight")
+        if tied_to is not None:
             weights.tied(name, tied_to.name)
-            weight = tied_to.weight
+        if tied_to is None and name.endswith(".weight"):
+            stored = weights.linear([prefix], size, [rows], bias=bias)
+        else:
+            stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight,
+                           weights.tensor(f"{prefix}.bias", (rows,)) if bias else None)
         # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.
-        if scale is not None and is_compiled(weight, context) and frexp(scale)[0] == 0.5:
-            weight, biases, scale = weight * scale, None if biases is None else biases * scale, None
-        form = make_weight_form(weight, biases, context)
+        if scale is not None and is_compiled(stored.weight, context) and frexp(scale)[0] == 0.5:
+            biases = None if stored.bias is None else stored.bias * scale
+            stored, scale = Dense(stored.weight * scale, biases), None
+        form = make_weight_form(stored, context)
         if tied_to is not None and not form.shares_weight:
             weights.count_copy(tied_to.weight.nbytes)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap

@@ -17,7 +17,7 @@ from .folder import CheckpointFile
 from .gguf_header import GgufHeader, GgufTensor, changed, open_again
 from .gguf_names import Location
 from .json_file import READABLE, shown
-from .source import Shape
+from .matrices import DenseSource, Part, Shape
 
 BLOCK_NUMBERS = 2**17                # elements decoded at a time, at least one row; small enough for a CPU cache
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,7 +35,7 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
         return np.frombuffer(read(0, tensor.end - tensor.begin), "<f4").tolist()
 
 
-class GgufWeights:
+class GgufWeights(DenseSource):
     """The StoredWeights of one model's GGUF files: tensors under Hugging Face's names, on one device in one dtype.
 
     A tensor is read and converted when it is requested. This takes memory for the tensor and a few of its rows.
@@ -44,8 +44,7 @@ class GgufWeights:
 
     def __init__(self, headers: Sequence[GgufHeader], locations: Mapping[str, Location], device: torch.device,
                  dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self.num_bytes = 0
+        super().__init__(device, dtype)
         self._locations = locations
         self._tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
         self._first = headers[0].file
@@ -66,30 +65,11 @@ class GgufWeights:
     def has(self, name: str) -> bool:
         return name in self._locations
 
-    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        return self.stacked([(name, shape)])
-
-    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
-        for name, shape in parts:
-            self._check(name, shape)
-        rows = sum(shape[0] for _, shape in parts)
-        result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
-        start = 0
-        for name, shape in parts:
-            self._fill(result[start : start + shape[0]], self._locations[name])
-            start += shape[0]
-            self._used.add(name)
-        self.num_bytes += result.nbytes
-        return result
-
     def tied(self, name: str, to: str) -> None:
         if name in self._locations:
             raise ModelLoadError(f"{self._file_of(name)} contains tensor {self._locations[name].tensor!r}",
                                  f"expected no such tensor, because the model class uses {to!r} in its place",
                                  "correct the model class")
-
-    def count_copy(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Raise ModelLoadError if a tensor was never requested.
@@ -108,7 +88,7 @@ class GgufWeights:
     def _file_of(self, name: str) -> CheckpointFile:
         return self._files.of(self._locations[name].tensor)
 
-    def _check(self, name: str, shape: Shape) -> None:
+    def _check(self, name: str, shape: Shape) -> str:
         if name not in self._locations:
             raise ModelLoadError(f"{self._first} has no tensor for {name!r}",
                                  f"expected a tensor of shape {list(shape)}",
@@ -124,11 +104,14 @@ class GgufWeights:
             raise ModelLoadError(f"{self._file_of(name)}: tensor {location.tensor!r} has shape {list(stored.shape)}",
                                  f"expected {list(shape)} for {name!r}, by the metadata",
                                  "check that the file is complete")
+        return name
 
-    def _fill(self, target: torch.Tensor, location: Location) -> None:
-        """Read the tensor at `location` into `target`, of the same shape. On the device "meta" nothing is read."""
+    def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
+        """Read a part of a tensor into `target`. On the device "meta" nothing is read."""
+        self._used.add(stored_name)
         if target.device.type == "meta":
             return
+        location = self._locations[stored_name]
         with self._files.reading(location.tensor) as read:
             stored = self._tensors[location.tensor]
             decode = self._decoders[stored.kind]
@@ -138,41 +121,57 @@ class GgufWeights:
                 block = decode(read(begin * stored.row_bytes, count * stored.row_bytes), count)
                 return block + location.offset if location.offset else block
 
-            if len(stored.shape) == 1:
-                _fill_vector(target, location, rows(0, 1)[0])
+            if location.is_one_row or len(stored.shape) == 1:
+                _load_vector(target, location, part, rows)
             else:
-                _fill_rows(target, location, rows, stored)
+                _load_rows(target, location, part, rows, stored)
 
 
-def _fill_vector(target: torch.Tensor, location: Location, vector: torch.Tensor) -> None:
-    """Copy a decoded bias or norm to `target`. Each element counts as a row for `rows` and `order` of `location`."""
-    vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
-    _copy(target, vector if location.order is None else vector[location.order()])
+def _load_vector(target: torch.Tensor, location: Location, part: Part,
+                 rows_of: Callable[[int, int], torch.Tensor]) -> None:
+    """Read a bias or norm. Each of its elements counts as a row for `rows` and `order` of `location`."""
+    if location.is_one_row:
+        assert location.rows is not None
+        vector = rows_of(location.rows.start, 1)[0]
+    else:
+        vector = rows_of(0, 1)[0]
+        vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
+        vector = vector if location.order is None else vector[location.order()]
+    _copy(target, vector[part.index])
 
 
-def _fill_rows(target: torch.Tensor, location: Location, rows_of: Callable[[int, int], torch.Tensor],
+def _load_rows(target: torch.Tensor, location: Location, part: Part, rows_of: Callable[[int, int], torch.Tensor],
                stored: GgufTensor) -> None:
-    columns = stored.shape[-1]
-    rows = location.rows or range(math.prod(stored.shape[:-1]))
-    target_rows = None if location.order is None else _inverse(location.order())
-    target = target if location.transposed else target.view(-1, columns)
-    step = max(1, BLOCK_NUMBERS // columns)
-    for begin in range(rows.start, rows.stop, step):
-        check_interruption()
-        block = rows_of(begin, min(step, rows.stop - begin))
-        first = begin - rows.start
-        if location.transposed:
-            _copy(target[:, first : first + len(block)], block.t())
-        elif target_rows is None:
-            _copy(target[first : first + len(block)], block)
-        else:
-            _copy(target, block, target_rows[first : first + len(block)])
+    rows, columns = part.rows, part.columns
+    if location.transposed != part.transposed:         # rows in the file are columns of the target
+        target, rows, columns = target.t(), columns, rows
+    else:
+        target = target.view(-1, target.shape[-1])
+    stored_rows = location.rows or range(math.prod(stored.shape[:-1]))
+    wanted = slice(None) if rows is None else slice(rows.start, rows.stop)
+    runs: Iterable[tuple[range, torch.Tensor | None]] = [(stored_rows[wanted], None)]
+    if location.order is not None:
+        runs = _runs(location.order()[wanted] + stored_rows.start)
+    step = max(1, BLOCK_NUMBERS // stored.shape[-1])
+    for run, targets in runs:
+        for first in range(0, len(run), step):
+            check_interruption()
+            some = run[first : first + step]
+            block = rows_of(some.start, len(some))
+            block = block if columns is None else block[:, columns.start : columns.stop]
+            if targets is None:
+                _copy(target[first : first + len(some)], block)
+            else:
+                _copy(target, block, targets[first : first + len(some)])
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    return inverse
+def _runs(order: torch.Tensor) -> Iterator[tuple[range, torch.Tensor]]:
+    """Yield the rows of `order` as ranges of consecutive rows, each with the places of its rows in `order`."""
+    rows, places = order.sort()
+    ends = [*((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
+    for begin, end in zip([0, *ends], ends):
+        first = int(rows[begin])
+        yield range(first, first + end - begin), places[begin:end]
 
 
 def _copy(target: torch.Tensor, block: torch.Tensor, rows: torch.Tensor | None = None) -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ModelLoadError
-from ..loading_thread import check_interruption
 from .folder import CheckpointFile, CheckpointFolder
 from .json_file import AGAIN, READABLE, Fields, read_json_file, shown
+from .matrices import DenseSource, Part, Shape
 from .safetensors_header import ELEMENT_BYTES, StoredTensor, incomplete, read_header
-from .source import Shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,7 +34,7 @@ class _Tensor:
     stored: StoredTensor
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(DenseSource):
     """The StoredWeights of a folder of safetensors files: tensors on one device in one dtype.
 
     A tensor is read and converted when it is requested. On the device "meta" no data is read, and tensors have only
@@ -47,8 +46,8 @@ class SafetensorsWeights:
     """
 
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
-        self.num_bytes = 0
+        super().__init__(device, dtype)
+        self.folder = folder
         self._tensors: dict[str, _Tensor] = {}
         self._used: set[str] = set()
         self._borrowed: dict[str, str] = {}        # stored head -> embedding that is read from it until `tied` confirms
@@ -70,27 +69,6 @@ class SafetensorsWeights:
     def has(self, name: str) -> bool:
         return self._stored_name(name) is not None
 
-    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        if shape:
-            return self.stacked([(name, shape)])
-        stored = self._check(name, shape)              # a single number
-        self._used.add(stored)
-        self.num_bytes += self.dtype.itemsize
-        return self._read(stored).to(device=self.device, dtype=self.dtype, copy=True)
-
-    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
-        check_interruption()
-        stored = [self._check(name, shape) for name, shape in parts]
-        rows = sum(shape[0] for _, shape in parts)
-        result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
-        start = 0
-        for name, (_, shape) in zip(stored, parts):
-            result[start : start + shape[0]].copy_(self._read(name))
-            start += shape[0]
-            self._used.add(name)
-        self.num_bytes += result.nbytes
-        return result
-
     def tied(self, name: str, to: str) -> None:
         head, source = self._stored_name(name), self._stored_name(to)
         if head is None:
@@ -106,9 +84,6 @@ class SafetensorsWeights:
                                      "expected equal tensors, because tie_word_embeddings is true",
                                      "set tie_word_embeddings to false, or remove the tensor")
         self._used.add(head)
-
-    def count_copy(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Close the files, also if the method raises.
@@ -224,23 +199,32 @@ class SafetensorsWeights:
         return ModelLoadError(f"{self.folder.path} has no tensor {name!r}{there}",
                               f"expected a tensor of shape {list(shape)}", fix)
 
-    def _read(self, name: str) -> torch.Tensor:
-        """Read a tensor from its file, and compare its shape and dtype with the checked header.
+    def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
+        if not self._is_meta:
+            found = self._read(stored_name, None if part.is_whole else part.index)
+            target.copy_(found.t() if part.transposed else found)
+        self._used.add(stored_name)
+
+    def _read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read a tensor, or the part at `index`, from its file. Compare shape and dtype with the checked header.
 
         The library opened the file after the header was checked, so the file may have been replaced in between.
         """
         tensor = self._tensors[name]
-        if self._is_meta:
-            return torch.empty(tensor.stored.shape, dtype=self.dtype, device=self.device)
         try:
-            found = tensor.reader.get_tensor(name)
+            if index is None:
+                found = tensor.reader.get_tensor(name)
+                shape = tuple(found.shape)
+            else:
+                view = tensor.reader.get_slice(name)
+                shape, found = tuple(view.get_shape()), view[index]
         except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
             raise ModelLoadError(f"{tensor.path}: tensor {name!r} cannot be read ({str(fault)[:200]})",
                                  *READABLE) from None
         stored = tensor.stored
-        if tuple(found.shape) != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
+        if shape != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
             raise ModelLoadError(
-                f"{tensor.path}: tensor {name!r} has shape {shown(list(found.shape))} and type {found.dtype}",
+                f"{tensor.path}: tensor {name!r} has shape {shown(list(shape))} and type {found.dtype}",
                 f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, "
                 "as in the file's header when the file was opened",
                 "load the model again, and replace no file meanwhile")

@@ -6,9 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..loading_thread import check_interruption
-
-Shape = Sequence[int]
+from .matrices import WHOLE_MATRIX, DenseSource, Part, Shape, Share, StoredMatrix
 
 
 class Weights(Protocol):
@@ -38,6 +36,24 @@ class Weights(Protocol):
         """
         ...
 
+    def linear(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, bias: bool = False,
+               transposed: bool = False, row_order: torch.Tensor | None = None, scale: float | None = None,
+               share: Share = WHOLE_MATRIX) -> StoredMatrix:
+        """Return the matrix of one linear layer, as the source stores it. Reads only this rank's part.
+
+        names        prefixes of the projections, whose `.weight` and `.bias` are stacked in order
+        in_size      number of inputs, of this rank's part
+        sizes        number of outputs of each projection, of this rank's part; several sizes with one name are
+                     projections that are stored as one tensor
+        bias         whether the projections have a bias
+        transposed   the tensors are stored [in, out]
+        row_order    permutation of the part's rows: output i is row row_order[i]; None: stored order
+        scale        factor on weight and bias; None: no factor
+        share        the part of the stored tensors that this rank has; their shapes follow from it
+        Raises       ModelLoadError if a tensor is missing or has another shape
+        """
+        ...
+
     def tied(self, name: str, to: str) -> None:
         """Declare that the model uses the tensor `to` in place of `name`, and treat `name` as a requested tensor.
 
@@ -50,42 +66,37 @@ class Weights(Protocol):
         ...
 
 
-class DummyWeights:
+class DummyWeights(DenseSource):
     """Seeded random weights of any shape.
 
     Matrices are normally distributed with standard deviation 0.02. Norm weights are one, and biases are zero. The
-    values depend only on seed, name, shape and the kind of device.
+    values depend only on seed, name, shape and the kind of device. A part has the values that it has in the whole.
     """
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.seed, self.device, self.dtype = seed, device, dtype
-        self.num_bytes = 0
+        super().__init__(device, dtype)
+        self.seed = seed
 
     def has(self, name: str) -> bool:
         return True
 
-    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        return self.stacked([(name, shape)]) if shape else self.stacked([(name, (1,))])[0]
-
-    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
-        check_interruption()
-        rows = sum(shape[0] for _, shape in parts)
-        result = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
-        start = 0
-        for name, shape in parts:
-            self._fill(name, result[start : start + shape[0]])
-            start += shape[0]
-        self.num_bytes += result.nbytes
-        return result
-
     def tied(self, name: str, to: str) -> None:
         pass
 
-    def count_copy(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
+    def _check(self, name: str, shape: Shape) -> str:
+        return name
+
+    def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
+        if part.is_whole and not part.transposed:
+            self._fill(stored_name, target)
+            return
+        whole = torch.empty(tuple(part.shape), dtype=self.dtype, device=self.device)
+        self._fill(stored_name, whole)
+        found = whole[part.index]
+        target.copy_(found.t() if part.transposed else found)
 
     def _fill(self, name: str, rows: torch.Tensor) -> None:
-        if rows.dim() == 1:
+        if rows.dim() < 2:
             rows.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             # 32 bits are enough: a CPU generator ignores the others.

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from batch_manager.errors import ConfigError
-from batch_manager.layers.context import LayerContext, OneProcess
+from batch_manager.layers.context import LayerContext
 from batch_manager.layers.embedding import Embedding, Head
 from batch_manager.layers.linear import Linear
 from batch_manager.layers.mlp import ACTIVATIONS, GatedMlp, Mlp
@@ -178,9 +178,9 @@ def test_an_adapter_of_a_layer_is_added_to_its_product(dtype, deterministic):
 def test_a_weight_form_of_ones_own_is_asked_for_every_matrix():
     asked = []
 
-    def times_two(weight, bias, context):
-        asked.append((tuple(weight.shape), bias))
-        return None if weight.shape[0] == 9 else WeightForm(lambda x: 2 * x, (), None, (), shares_weight=False)
+    def times_two(stored, context):
+        asked.append((tuple(stored.weight.shape), stored.bias))
+        return None if stored.weight.shape[0] == 9 else WeightForm(lambda x: 2 * x, (), None, (), shares_weight=False)
 
     context = LayerContext(device=CPU, dtype=torch.float32, weight_form=times_two)
     weights, x = DummyWeights(3, CPU, torch.float32), rows(torch.float32, 4, 8)
@@ -188,16 +188,6 @@ def test_a_weight_form_of_ones_own_is_asked_for_every_matrix():
     embedding = Embedding(weights, context, "h", 9, 8)
     assert_close(Head(weights, context, "h", 9, 8)(x), x.double() @ embedding.weight.double().T, torch.float32)
     assert asked == [((8, 8), None), ((9, 8), None)]
-
-
-def test_several_processes_are_refused():
-    class Two(OneProcess):
-        size = 2
-
-    context = LayerContext(device=CPU, dtype=torch.float32, split=Two())
-    with pytest.raises(ConfigError, match="LayerContext.split has 2 processes for Linear a.b; this version supports "
-                                          "only one; leave split out"):
-        Linear(DummyWeights(3, CPU, torch.float32), context, ["a.b"], 8, [8])
 
 
 def test_a_split_that_there_is_not_is_refused():

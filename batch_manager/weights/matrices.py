@@ -1,0 +1,151 @@
+"""Matrices as a source hands them to a layer: what is stored, and which part of it this rank has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..loading_thread import check_interruption
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a matrix [out, in] that one of several ranks has.
+
+    rank, size   index of the rank, and number of ranks
+    of           "outputs": an equal part of the outputs of each projection. "inputs": an equal part of the inputs, and
+                 the whole bias. None: the whole matrix
+    by_head      how one tensor stores several projections. True: head after head, each with its queries, key and value,
+                 so that a part is one piece of the tensor. False: projection after projection
+    """
+
+    rank: int = 0
+    size: int = 1
+    of: Literal["outputs", "inputs"] | None = None
+    by_head: bool = False
+
+
+WHOLE_MATRIX = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A matrix of numbers: contiguous weight [out, in], and bias [out] or None, in the dtype of the source."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+StoredMatrix = Dense          # a closed union: layers/weight_form.py has a maker for each type that a source returns
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a stored tensor.
+
+    name, shape   of the stored tensor
+    rows          rows of the matrix, or elements of the vector, that belong to the part; None: all
+    columns       columns of the matrix that belong to the part; None: all
+    transposed    whether the tensor is stored as the transpose of the matrix
+    """
+
+    name: str
+    shape: Shape
+    rows: range | None = None
+    columns: range | None = None
+    transposed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.rows is None and self.columns is None
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the part in the stored tensor."""
+        rows, columns = (slice(None) if part is None else slice(part.start, part.stop)
+                         for part in (self.rows, self.columns))
+        return ((columns, rows) if self.transposed else (rows, columns))[: len(self.shape)]
+
+    @property
+    def loaded_shape(self) -> tuple[int, ...]:
+        """The shape of the part, with the dimensions of the matrix."""
+        rows, *others = reversed(self.shape) if self.transposed else self.shape
+        return (rows if self.rows is None else len(self.rows),
+                *(others if self.columns is None else [len(self.columns)]))
+
+
+class DenseSource:
+    """Base of sources that hand out every matrix as Dense. The source defines `_check` and `_load`.
+
+    The methods have the promises of source.Weights.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def _check(self, name: str, shape: Shape) -> str:
+        """Return the name under which the source has the tensor `name`. Raises ModelLoadError unless it has `shape`."""
+        raise NotImplementedError
+
+    def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
+        """Read a part of a tensor, and nothing else, into `target`, which has the part's `loaded_shape`."""
+        raise NotImplementedError
+
+    def tensor(self, name: str, shape: Shape) -> torch.Tensor:
+        if shape:
+            return self._joined([Part(name, shape)])
+        check_interruption()
+        stored_name, result = self._check(name, shape), torch.empty((), dtype=self.dtype, device=self.device)
+        self._load(result, stored_name, Part(name, shape))
+        self.num_bytes += result.nbytes
+        return result
+
+    def stacked(self, parts: Sequence[tuple[str, Shape]]) -> torch.Tensor:
+        return self._joined([Part(name, shape) for name, shape in parts])
+
+    def linear(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, bias: bool = False,
+               transposed: bool = False, row_order: torch.Tensor | None = None, scale: float | None = None,
+               share: Share = WHOLE_MATRIX) -> StoredMatrix:
+        ranks = share.size if share.of == "outputs" else 1
+        columns, whole_in_size = None, in_size
+        if share.of == "inputs" and share.size > 1:
+            columns = range(share.rank * in_size, (share.rank + 1) * in_size)
+            whole_in_size = in_size * share.size
+        if len(names) == len(sizes):
+            groups: list[Sequence[int]] = [[size] for size in sizes]
+        else:
+            groups = [[sum(sizes)] if share.by_head or ranks == 1 else sizes]
+        weights, biases = [], []
+        for name, group in zip(names, groups, strict=True):
+            whole, start = sum(group) * ranks, 0
+            for size in group:
+                rows = None if ranks == 1 else range(start + share.rank * size, start + (share.rank + 1) * size)
+                shape = (whole_in_size, whole) if transposed else (whole, whole_in_size)
+                weights.append(Part(f"{name}.weight", shape, rows, columns, transposed))
+                biases.append(Part(f"{name}.bias", (whole,), rows))
+                start += size * ranks
+        weight, added = self._joined(weights), self._joined(biases) if bias else None
+        if row_order is not None:
+            weight, added = weight[row_order], None if added is None else added[row_order]
+        if scale is not None:
+            weight, added = weight * scale, None if added is None else added * scale
+        return Dense(weight, added)
+
+    def count_copy(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+    def _joined(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Return the parts of several tensors, concatenated along the first dimension."""
+        check_interruption()
+        stored_names = [self._check(part.name, part.shape) for part in parts]
+        shapes = [part.loaded_shape for part in parts]
+        result = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for part, stored_name, target in zip(parts, stored_names, result.split([shape[0] for shape in shapes])):
+            self._load(target, stored_name, part)
+        self.num_bytes += result.nbytes
+        return result
