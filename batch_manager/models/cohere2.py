@@ -9,13 +9,14 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary, half_split_rows
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec
 
@@ -32,49 +33,9 @@ class Cohere2Spec(ModelSpec):
     logit_scale: float
 
 
-class Cohere2:
-    """Implements Cohere2ForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("logit_scale", "sliding_window", "layer_types")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> Cohere2Spec:
-        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 4))
-        bias = config.flag("attention_bias", False)
-        spec = read_decoder_spec(
-            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
-            max_positions=8192, tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
-            default_theta=10000.0, spec_class=Cohere2Spec, logit_scale=config.number("logit_scale", 0.0625),
-            slides=tuple(window is not None for window in windows))
-        if spec.head_size * spec.num_heads != spec.hidden_size:
-            raise config.fault("head_dim", "hidden_size / num_attention_heads, or no value")
-        return spec
-
-    def __init__(self, spec: Cohere2Spec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, bias=False)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size, scale=spec.logit_scale,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary if layer.slides else None, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: Cohere2Spec, weights: Weights, context: LayerContext, index: int) -> None:
-        name, size = f"model.layers.{index}", spec.hidden_size
+    def __init__(self, spec: Cohere2Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        size = spec.hidden_size
         self.index, self.slides, self.head_size = index, spec.slides[index], spec.head_size
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, spec.norm_epsilon, bias=False)
@@ -92,3 +53,33 @@ class _Layer:
         query, key, value = qkv.split_with_sizes(self.heads, 1)
         hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
         return self.mlp.add_to(hidden, normed)
+
+
+class Cohere2(Decoder):
+    """Implements Cohere2ForCausalLM of transformers."""
+
+    layer = _Layer
+    per_layer = (*Decoder.per_layer, "slides")
+    understands = ("logit_scale", "sliding_window", "layer_types")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Cohere2Spec:
+        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 4))
+        bias = config.flag("attention_bias", False)
+        spec = read_decoder_spec(
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
+            max_positions=8192, tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
+            default_theta=10000.0, spec_class=Cohere2Spec, logit_scale=config.number("logit_scale", 0.0625),
+            slides=tuple(window is not None for window in windows))
+        if spec.head_size * spec.num_heads != spec.hidden_size:
+            raise config.fault("head_dim", "hidden_size / num_attention_heads, or no value")
+        return spec
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, bias=False)
+
+    def make_head(self, spec: Cohere2Spec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, scale=spec.logit_scale)
+
+    def rotary_of(self, layer: _Layer) -> Rotary | None:
+        return self.rotary if layer.slides else None

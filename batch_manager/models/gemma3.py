@@ -17,6 +17,7 @@ from ..layers.norm import HeadNorms, RmsNorm
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_rotary, read_softcap, rope_fields_by_kind
 
@@ -34,57 +35,8 @@ class Gemma3Spec(ModelSpec):
     logits_softcap: float | None = None
 
 
-class Gemma3:
-    """Implements Gemma3ForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> Gemma3Spec:
-        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 6))
-        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
-        max_positions = config.count("max_position_embeddings", 131072)
-        return read_decoder_spec(
-            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
-            qk_norm=True, scale=config.count("query_pre_attn_scalar", 256)**-0.5, head_size=256, num_kv_heads=4,
-            max_positions=131072, tie_word_embeddings=True, activation="hidden_activation",
-            default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6, default_theta=1_000_000.0, rope=full,
-            spec_class=Gemma3Spec, slides=tuple(window is not None for window in windows),
-            sliding_rotary=read_rotary(_for_sliding_layers(config), max_positions, 10000.0, rope=sliding),
-            logits_softcap=read_softcap(config, "final_logit_softcapping", None))
-
-    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size,
-                                   scale=spec.hidden_size**0.5)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None, softcap=spec.logits_softcap)
-        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
-                                            for rotary in (spec.rotary, spec.sliding_rotary))
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.sliding_rotary if layer.slides else self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
-def _for_sliding_layers(config: Fields) -> Fields:
-    """Return the configuration of sliding layers, in which `rope_theta` has the value of `rope_local_base_freq`."""
-    return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
-
-
 class _Layer:
-    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index, self.slides = index, spec.slides[index]
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.head_size = spec.head_size
@@ -109,3 +61,46 @@ class _Layer:
         attended = self.out(self.head_norms.attend(attention, self.index, query, key, value, rotary))
         hidden = hidden + self.attention_norm(attended)
         return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))
+
+
+class Gemma3(Decoder):
+    """Implements Gemma3ForCausalLM of transformers."""
+
+    layer = _Layer
+    per_layer = (*Decoder.per_layer, "slides")
+    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Gemma3Spec:
+        windows = read_alternating_windows(config, config.count("sliding_window_pattern", 6))
+        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
+        max_positions = config.count("max_position_embeddings", 131072)
+        return read_decoder_spec(
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
+            qk_norm=True, scale=config.count("query_pre_attn_scalar", 256)**-0.5, head_size=256, num_kv_heads=4,
+            max_positions=131072, tie_word_embeddings=True, activation="hidden_activation",
+            default_activation="gelu_pytorch_tanh", default_norm_epsilon=1e-6, default_theta=1_000_000.0, rope=full,
+            spec_class=Gemma3Spec, slides=tuple(window is not None for window in windows),
+            sliding_rotary=read_rotary(_for_sliding_layers(config), max_positions, 10000.0, rope=sliding),
+            logits_softcap=read_softcap(config, "final_logit_softcapping", None))
+
+    def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
+        return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
+
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
+        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
+
+    def make_head(self, spec: Gemma3Spec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, softcap=spec.logits_softcap)
+
+    def make_rotary(self, spec: Gemma3Spec, context: LayerContext) -> None:
+        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
+                                            for rotary in (spec.rotary, spec.sliding_rotary))
+
+    def rotary_of(self, layer: _Layer) -> Rotary:
+        return self.sliding_rotary if layer.slides else self.rotary
+
+
+def _for_sliding_layers(config: Fields) -> Fields:
+    """Return the configuration of sliding layers, in which `rope_theta` has the value of `rope_local_base_freq`."""
+    return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)

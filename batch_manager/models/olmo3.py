@@ -9,13 +9,13 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_rotary, rope_fields_by_kind
 
@@ -31,50 +31,8 @@ class Olmo3Spec(ModelSpec):
     sliding_rotary: RotaryParameters
 
 
-class Olmo3:
-    """Implements Olmo3ForCausalLM of transformers."""
-
-    deterministic = True
-    harmless_tensors = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-    understands = ("sliding_window", "layer_types")
-
-    @staticmethod
-    def read_spec(config: Fields, architecture: str) -> Olmo3Spec:
-        windows = read_alternating_windows(config, 4)
-        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
-        max_positions = config.count("max_position_embeddings", 2048)
-        # As in transformers, a top-level `rope_theta` applies to full layers only.
-        others = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
-        return read_decoder_spec(
-            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
-            qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,
-            spec_class=Olmo3Spec, slides=tuple(window is not None for window in windows),
-            sliding_rotary=read_rotary(others, max_positions, 500_000.0, rope=sliding))
-
-    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext) -> None:
-        self.embedding = Embedding(weights, context, "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, index) for index in range(spec.num_layers)]
-        self.norm = RmsNorm(weights, context, "model.norm", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
-                                            for rotary in (spec.rotary, spec.sliding_rotary))
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.sliding_rotary if layer.slides else self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
 class _Layer:
-    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext, index: int) -> None:
-        name = f"model.layers.{index}"
+    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index, self.slides = index, spec.slides[index]
         self.head_size = spec.head_size
         self.sizes = spec.qkv_sizes
@@ -95,3 +53,31 @@ class _Layer:
                              for rows in (self.query_norm(query), self.key_norm(key), value))
         hidden = hidden + self.attention_norm(self.out(attention.run(self.index, query, key, value, rotary)))
         return hidden + self.mlp_norm(self.mlp(hidden))
+
+
+class Olmo3(Decoder):
+    """Implements Olmo3ForCausalLM of transformers."""
+
+    layer = _Layer
+    per_layer = (*Decoder.per_layer, "slides")
+    understands = ("sliding_window", "layer_types")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> Olmo3Spec:
+        windows = read_alternating_windows(config, 4)
+        bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
+        max_positions = config.count("max_position_embeddings", 2048)
+        # As in transformers, a top-level `rope_theta` applies to full layers only.
+        others = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
+        return read_decoder_spec(
+            config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
+            qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,
+            spec_class=Olmo3Spec, slides=tuple(window is not None for window in windows),
+            sliding_rotary=read_rotary(others, max_positions, 500_000.0, rope=sliding))
+
+    def make_rotary(self, spec: Olmo3Spec, context: LayerContext) -> None:
+        self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
+                                            for rotary in (spec.rotary, spec.sliding_rotary))
+
+    def rotary_of(self, layer: _Layer) -> Rotary:
+        return self.sliding_rotary if layer.slides else self.rotary
