@@ -163,32 +163,45 @@ NO_GENERATION_ROWS = GenerationRows(*[np.empty(0, np.int32)] * 5, 0)
 
 
 class ContextRows(NamedTuple):
-    """The contexts of a step.
+    """The contexts of a step: t tokens of c contexts.
 
-    step            the packed contexts, without the generation rows
-    table_rows      [c] int32   row of the sequence in the block tables
-    is_last_chunk   [c] bool   whether the chunk is the last of its prompt, so that a token is sampled after it
+    slots          [c] int32   slot of the sequence if a token is sampled after the chunk, else a slot that is not used
+    positions      [t] int32   position of each token
+    kv_lengths     [c] int32   tokens in the KV cache, including the tokens of this step
+    table_rows     [c] int32   row of the sequence in the block tables
+    token_ids      [t] int32
+    pool_slots     [t] int64   where the key and value of each token go, as in PackedStep
+    query_starts   [c + 1] int32   offset of each context in the t tokens, then t
+    logits_rows    [c] int64   row of the last token of each context among all rows of the step
     """
 
-    step: PackedStep
+    slots: np.ndarray
+    positions: np.ndarray
+    kv_lengths: np.ndarray
     table_rows: np.ndarray
-    is_last_chunk: np.ndarray
+    token_ids: np.ndarray
+    pool_slots: np.ndarray
+    query_starts: np.ndarray
+    logits_rows: np.ndarray
 
 
-NO_CONTEXT_ROWS = ContextRows(
-    PackedStep(*[np.empty(0, np.int32)] * 2, np.empty(0, np.int64), np.empty(0, np.int32), np.zeros(1, np.int32),
-               np.empty(0, np.int32), np.empty((0, 0), np.int32), 0, np.empty(0, np.int64)),
-    np.empty(0, np.int32), np.empty(0, bool))
+NO_CONTEXT_ROWS = ContextRows(*[np.empty(0, np.int32)] * 6, np.zeros(1, np.int32), np.empty(0, np.int64))
 
 
-def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> ContextRows:
+def locate_contexts(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int, *, unused_slot: int,
+                    num_rows_before: int) -> ContextRows:
     """Return where the contexts of a batch are, as ContextRows. Raises the exceptions of `pack`.
 
     The batch must have at least one context, and no drafts.
+
+    unused_slot       the slot of contexts after which no token is sampled
+    num_rows_before   number of rows of the step before those of the contexts
     """
     step = pack(replace(batch, generation=NO_GENERATION), tables, tokens_per_block)
-    return ContextRows(step, step.slots * np.int32(batch.max_beam_width),
-                       np.array([work.is_last_chunk for work in batch.context]))
+    is_sampled = [work.is_last_chunk for work in batch.context]
+    return ContextRows(np.where(is_sampled, step.slots, np.int32(unused_slot)), step.positions, step.kv_lengths,
+                       step.slots * np.int32(batch.max_beam_width), step.token_ids, step.pool_slots, step.query_starts,
+                       step.query_starts[1:] + np.int64(num_rows_before - 1))
 
 
 def _pack_generation(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> PackedStep:

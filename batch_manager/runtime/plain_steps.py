@@ -22,12 +22,11 @@ from ..handover import ScheduledBatch, StepOutput
 from ..triton_kernels import dispatch
 from .block_tables import BlockTables
 from .device.running import Readback, Readbacks, Uploads
-from .forms.fixed.inputs import StepInputs
-from .forms.fixed.shapes import MOST_CONTEXTS, StepShape, graph_rows, padded, padded_mixed
-from .forms.fixed.writer import StepWriter
+from .forms.fixed.inputs import FixedInputs
+from .forms.fixed.shapes import MOST_CONTEXTS, Shape, graph_rows, padded, padded_mixed
 from .forms.graph.form import Graphs
 from .model_runner import ModelRunner
-from .packing import NO_CONTEXT_ROWS, NO_GENERATION_ROWS, locate_contexts, locate_generation, slots_not_finite
+from .packing import slots_not_finite
 
 PLAIN = SAMPLES | LOG_PROBS                         # features that sequences of a plain step may have
 NO_SIZES: frozenset[tuple[int, int]] = frozenset()
@@ -47,9 +46,7 @@ class PlainSteps:
     num_slots        number of sequences in the largest step
     mixed_sizes      sizes of the steps with contexts for which graphs will be captured, see shapes.py
 
-    block_tables   [rows + 1, max_blocks] int32 on the device, a copy of the host's block tables. Each step sends the
-                   entries that changed since the newest step before it. The last row belongs to no sequence
-    graphs         the captured graphs; None: all launches are made one by one
+    graphs   the captured graphs; None: all launches are made one by one
 
     After a sequence is set up in a slot >= num_slots, `serves` is false for all later steps. Padding rows use slot
     num_slots, and slots from num_slots on have no row in the block tables on the device.
@@ -58,20 +55,17 @@ class PlainSteps:
     def __init__(self, runner: ModelRunner, attention: BindableAttention, decoder: GptDecoder, tables: BlockTables,
                  uploads: Uploads, readbacks: Readbacks, device: torch.device, *, num_slots: int, tokens_per_block: int,
                  mixed_sizes: frozenset[tuple[int, int]] = NO_SIZES) -> None:
-        self._runner, self._attention, self._decoder, self._tables = runner, attention, decoder, tables
-        self._readbacks, self._device, self._tokens_per_block = readbacks, device, tokens_per_block
+        self._runner, self._attention, self._decoder = runner, attention, decoder
+        self._readbacks, self._device = readbacks, device
         self._num_slots, self.graphs = num_slots, None
         self._graph_rows: tuple[int, ...] = ()
         self._graph_sizes = NO_SIZES
         self._prepare_step = dispatch.kernel("prepare_step", device)
-        num_rows, max_blocks = tables.copied
-        self._max_tokens = max_blocks * tokens_per_block
-        self.block_tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._mixed_sizes = mixed_sizes
-        largest = StepShape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
-        self.inputs = StepInputs([largest, *self._mixed_shapes()], attention, self.block_tables, tokens_per_block,
-                                 uploads)
-        self._writer = StepWriter(self.inputs, attention, self.block_tables, tables, uploads, padding_slot=num_slots)
+        largest = Shape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
+        largest_mixed = [_mixed_shape(*size, is_split=True) for size in mixed_sizes]
+        self.inputs = FixedInputs([largest, *largest_mixed], attention, tables, uploads, device, num_slots=num_slots,
+                                  tokens_per_block=tokens_per_block)
 
     def serves(self, batch: ScheduledBatch) -> bool:
         """Whether the step of `batch` is plain, and its slots and blocks fit into the block tables on the device."""
@@ -83,7 +77,7 @@ class PlainSteps:
         if not len(generation):
             return bool(batch.context)
         # Context logits do not matter here: the context has run.
-        return (int(generation.kv_lengths.max()) < self._max_tokens
+        return (int(generation.kv_lengths.max()) < self.inputs.max_tokens
                 and int(np.bitwise_or.reduce(state.features[generation.slots])) & ~(PLAIN | CONTEXT_LOGITS) == 0)
 
     def _serves_contexts(self, batch: ScheduledBatch) -> bool:
@@ -91,7 +85,7 @@ class PlainSteps:
             return False
         features = self._decoder.state.features
         return all(work.embeddings is None and not work.num_drafts and int(features[work.slot]) & ~PLAIN == 0
-                   and work.start + len(work.token_ids) <= self._max_tokens for work in batch.context)
+                   and work.start + len(work.token_ids) <= self.inputs.max_tokens for work in batch.context)
 
     def start(self, batch: ScheduledBatch, is_replayed: bool = True) -> "PlainStep":
         """Launch a step for which `serves` is true.
@@ -104,45 +98,36 @@ class PlainSteps:
             self.run_step(shape)
         else:
             self.graphs.run(shape)
-        self._tables.forget_changes()
-        readback = self._readbacks.start({"results": self.inputs.tensors(shape).read_back}, is_reused=True)
+        self.inputs.are_sent()
+        readback = self._readbacks.start({"results": self.inputs.of(shape).read_back}, is_reused=True)
         return PlainStep(batch, shape, self._decoder.state.active, readback)
 
-    def write(self, batch: ScheduledBatch) -> StepShape:
+    def write(self, batch: ScheduledBatch) -> Shape:
         """Write the arrays of a step to the host memory from which `start` sends them. Returns the step's shape."""
-        generation, contexts, sequences = NO_GENERATION_ROWS, None, len(batch.generation)
-        if sequences:
-            generation = locate_generation(batch, self._tables, self._tokens_per_block)
         if batch.context:
-            contexts = locate_contexts(batch, self._tables, self._tokens_per_block)
-            rows, tokens = _mixed_size(batch, self._graph_sizes)
-            work = self._writer.plan(generation, contexts, rows)
-            shape = _mixed_shape(rows, tokens, work.is_split)
-        else:
-            rows = padded(sequences, self._graph_rows) or sequences
-            work = self._writer.plan(generation, None, rows)
-            shape = StepShape(rows, work.is_split,
-                              samples=bool(self._decoder.state.active(SAMPLES, generation.slots).any()))
-        self._writer.write(shape, work, generation, contexts)
-        return shape
+            return self.inputs.write(batch, _mixed_shape(*_mixed_size(batch, self._graph_sizes), is_split=False))
+        slots = batch.generation.slots
+        rows = padded(len(slots), self._graph_rows) or len(slots)
+        return self.inputs.write(batch, Shape(rows, False, bool(self._decoder.state.active(SAMPLES, slots).any())))
 
-    def run_step(self, shape: StepShape) -> None:
+    def run_step(self, shape: Shape) -> None:
         """Launch everything that a step computes on the device, from its inputs to its results."""
-        given, decoder = self.inputs.tensors(shape), self._decoder
+        given, decoder = self.inputs.of(shape), self._decoder
+        tensors, positions = given.tensors, given.tensors["positions"]
         counts = decoder.plain_counts(shape.num_sampled) if shape.samples else None
         prepared = self._prepare_step(
-            self.block_tables, given.table_entries, given.table_blocks, decoder.state.last_tokens.values,
-            given.slots[: shape.rows], given.positions, given.input_tokens, embedding=self._runner.table,
-            cleared=counts)
+            self.inputs.block_tables, tensors["table_entries"], tensors["table_blocks"],
+            decoder.state.last_tokens.values, tensors["slots"][: shape.rows], positions, tensors["token_ids"],
+            embedding=self._runner.table, cleared=counts)
         self._attention.bind(given.generation, given.contexts)
         if given.contexts is None:
-            logits = self._runner.generate(prepared, given.positions)
+            logits = self._runner.generate(prepared, positions)
         else:
-            hidden = self._runner.forward(prepared, given.positions)
+            hidden = self._runner.forward(prepared, positions)
             # The sum of a row is not finite if any of its values is not.
             torch.sum(hidden[shape.rows :], 1, dtype=torch.float32, out=given.context_sums)
-            logits = self._runner.logits(hidden.index_select(0, given.logits_rows))
-        decoder.sample_plain(logits, given.slots, given.sampled_positions, counts, given.results)
+            logits = self._runner.logits(hidden.index_select(0, tensors["logits_rows"]))
+        decoder.sample_plain(logits, tensors["slots"], tensors["kv_lengths"], counts, given.results)
 
     def capture_graphs(self) -> str:
         """Capture graphs and replay them in later steps.
@@ -150,8 +135,8 @@ class PlainSteps:
         Return "". If a capture fails, there are no graphs, and the reason is returned.
         """
         rows = graph_rows(self._num_slots)
-        shapes = [StepShape(count, is_split, samples) for count in rows for samples in (False, True)
-                  for is_split in (False, True)[: 1 + self._may_split(count)]]
+        shapes = [Shape(count, is_split, samples) for count in rows for samples in (False, True)
+                  for is_split in (False, True)[: 1 + self.inputs.may_split(count)]]
         graphs = Graphs(self._device, self.run_step)
         obstacle = graphs.capture([*shapes, *self._mixed_shapes()], self._send_padding)
         if not obstacle:
@@ -170,27 +155,19 @@ class PlainSteps:
         """
         self._graph_rows, self._graph_sizes = rows, self._mixed_sizes
 
-    def _may_split(self, rows: int, context_tokens: int = 0) -> bool:
-        """Whether attention may split keys into parts in a step of `rows` generation rows and `context_tokens`."""
-        max_blocks = self.block_tables.shape[1]
-        return (self._attention.most_parts(rows, max_blocks) > rows
-                or self._attention.most_context_work(context_tokens, MOST_CONTEXTS, max_blocks, True).split > 0)
-
-    def _mixed_shapes(self) -> list[StepShape]:
+    def _mixed_shapes(self) -> list[Shape]:
         """Return the shapes of steps with contexts for which graphs are captured."""
         return [_mixed_shape(rows, tokens, is_split) for rows, tokens in self._mixed_sizes
-                for is_split in (False, True)[: 1 + self._may_split(rows, tokens)]]
+                for is_split in (False, True)[: 1 + self.inputs.may_split(rows, tokens)]]
 
-    def _send_padding(self, shape: StepShape) -> None:
-        contexts = NO_CONTEXT_ROWS if shape.context_tokens else None
-        work = self._writer.plan(NO_GENERATION_ROWS, contexts, shape.rows)
-        self._writer.write(shape, work, NO_GENERATION_ROWS, contexts)
+    def _send_padding(self, shape: Shape) -> None:
+        self.inputs.write_padding(shape)
         self.inputs.send(shape)
 
 
-def _mixed_shape(rows: int, context_tokens: int, is_split: bool) -> StepShape:
+def _mixed_shape(rows: int, context_tokens: int, is_split: bool) -> Shape:
     """Return the shape of a step with contexts. (rows, context_tokens) is its size, one of `mixed_sizes`."""
-    return StepShape(rows, is_split, True, context_tokens, MOST_CONTEXTS)
+    return Shape(rows, is_split, True, context_tokens, MOST_CONTEXTS)
 
 
 def _mixed_size(batch: ScheduledBatch, sizes: frozenset[tuple[int, int]]) -> tuple[int, int] | None:
@@ -204,7 +181,7 @@ class PlainStep:
     active   (feature, slots [n]) -> [n] bool: whether the sequence in each slot has the feature
     """
 
-    def __init__(self, batch: ScheduledBatch, shape: StepShape, active: Callable[[int, np.ndarray], np.ndarray],
+    def __init__(self, batch: ScheduledBatch, shape: Shape, active: Callable[[int, np.ndarray], np.ndarray],
                  readback: Readback) -> None:
         self._micro_batch_id, self._shape, self._readback = batch.micro_batch_id, shape, readback
         self._contexts, self._slots, self._rows = batch.context, batch.generation.slots, slice(len(batch.generation))

@@ -8,7 +8,7 @@ import torch
 from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
 from ..runtime import layouts
-from ..runtime.forms.fixed.shapes import StepShape, graph_rows
+from ..runtime.forms.fixed.shapes import Shape, graph_rows
 from ..runtime.native_backend import NativeBackend
 from ..runtime.plain_steps import PlainSteps
 from ..triton_kernels.context_work_list import (
@@ -86,10 +86,10 @@ class StubGraphs:
     def __init__(self, steps: PlainSteps) -> None:
         self._inputs, self._newest, self.num_replays = steps.inputs, None, 0
 
-    def run(self, shape: StepShape) -> None:
+    def run(self, shape: Shape) -> None:
         self.num_replays += 1
         if shape != self._newest:           # all shapes share the memory of the results
-            self._newest, results = shape, self._inputs.tensors(shape)
+            self._newest, results = shape, self._inputs.of(shape)
             results.read_back.zero_()
             results.results[2] = 1          # the logits of each row are finite
 

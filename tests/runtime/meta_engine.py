@@ -185,5 +185,5 @@ class Engine:
             shape = self.steps.write(batch)
             self.steps.inputs.send(shape)
             self.steps.run_step(shape)
-        self.tables.forget_changes()
+        self.steps.inputs.are_sent()
         return self.uploads.sent, copies.found

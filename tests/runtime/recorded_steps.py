@@ -22,7 +22,7 @@ from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import layouts, native_backend, plain_steps
 from batch_manager.runtime.forms.fixed import making as step_fusion
-from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, StepShape, graph_rows
+from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, graph_rows
 from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.runtime.plain_steps import PlainStep
@@ -33,7 +33,7 @@ from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
 SLOTS, BLOCK, BLOCKS = 6, 16, 48
-MIXED, SPLIT_MIXED = (StepShape(8, is_split, True, 64, MOST_CONTEXTS) for is_split in (False, True))
+MIXED, SPLIT_MIXED = (Shape(8, is_split, True, 64, MOST_CONTEXTS) for is_split in (False, True))
 SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
 context_work_list.MIN_KEYS_PER_PART = 16          # then attention splits contexts of 32 tokens
 LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -85,13 +85,13 @@ def record(backend, steps, batch):
         steps.inputs.send(shape)
         with Recorder() as recorder:
             steps.run_step(shape)
-    backend._tables.forget_changes()
+    steps.inputs.are_sent()
     return shape, recorder, output(backend, steps, batch, shape)
 
 
 def output(backend, steps, batch, shape):
     """Read the results of a plain step from the memory that it writes. Return (tokens, log-probs or None, failures)."""
-    results = {"results": steps.inputs.tensors(shape).read_back.clone().numpy()}
+    results = {"results": steps.inputs.of(shape).read_back.clone().numpy()}
     found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
 
@@ -112,7 +112,7 @@ def recordings(backend, steps):
     for samples in (False, True):
         set_up(backend, samples)
         for rows, is_split in product(steps._graph_rows[:-1:2] if samples else steps._graph_rows, (False, True)):
-            yield recording(backend, steps, StepShape(rows, is_split, samples),
+            yield recording(backend, steps, Shape(rows, is_split, samples),
                             *(random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1)))
     yield recording(backend, steps, MIXED, random_batch(draw, 3, False, [(2, True), (1, True), (2, False)]),
                     random_batch(draw, 1, False, [(2, True)]))
@@ -124,12 +124,12 @@ def recordings(backend, steps):
 def recording(backend, steps, expected_shape, first, second):
     shape, one, _ = record(backend, steps, first)
     assert shape == expected_shape, shape
-    has_split_contexts = shape.contexts > 0 and bool(steps.inputs.arrays(shape)["context_starts_0"][-1])
-    has_split_rows = bool(steps.inputs.arrays(shape)["starts_0"][-1])
+    has_split_contexts = shape.contexts > 0 and bool(steps.inputs.of(shape).arrays["context_starts_0"][-1])
+    has_split_rows = bool(steps.inputs.of(shape).arrays["starts_0"][-1])
     shape, other, expected = record(backend, steps, second)
     assert shape == expected_shape, shape
     with torch.inference_mode():
-        steps.inputs.tensors(shape).read_back.fill_(-7)
+        steps.inputs.of(shape).read_back.fill_(-7)
     one.replay()
     found = output(backend, steps, second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
@@ -151,7 +151,7 @@ def merged_in_decode(folder):
         set_up(backend, False)
         draw = np.random.default_rng(6)
         record(backend, steps, random_batch(draw, 4, True))                # makes the counters, as before a capture
-        found = recording(backend, steps, StepShape(4, True, False), *(
+        found = recording(backend, steps, Shape(4, True, False), *(
             random_batch(draw, count, True) for count in (4, 3)))
         yield {**found, "finding": "merged in decode", "counters": [
             int(counters.abs().sum()) for counters in backend._runner.attention._counters]}
@@ -176,24 +176,24 @@ def counted(folder):
 def planted(backend, steps):
     """Yield the recorder's findings for wrong steps: two take a value from the host, and one waits for the device."""
     def rows_of_the_host(steps, given, shape):
-        given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.arrays(shape)["table_rows"].copy()))
+        given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.of(shape).arrays["table_rows"].copy()))
 
     def length_as_a_number(steps, given, shape):
-        given.generation.kv_lengths[:1].fill_(int(steps.inputs.arrays(shape)["kv_lengths"][0]))
+        given.generation.kv_lengths[:1].fill_(int(steps.inputs.of(shape).arrays["kv_lengths"][0]))
 
     def waits(steps, given, shape):
-        given.slots[0].item()
+        given.tensors["slots"][0].item()
 
     right = plain_steps.PlainSteps.run_step
     set_up(backend, False)
     for plant in (rows_of_the_host, length_as_a_number, waits):
         def run_step(steps, shape, plant=plant):
-            plant(steps, steps.inputs.tensors(shape), shape)
+            plant(steps, steps.inputs.of(shape), shape)
             right(steps, shape)
 
         plain_steps.PlainSteps.run_step = run_step
         draw = np.random.default_rng(5)
-        yield {**recording(backend, steps, StepShape(4, False, False), random_batch(draw, 4, False),
+        yield {**recording(backend, steps, Shape(4, False, False), random_batch(draw, 4, False),
                            random_batch(draw, 3, False)), "finding": plant.__name__}
     plain_steps.PlainSteps.run_step = right
 
@@ -243,7 +243,7 @@ def many_rows(folder):
             slots[:count], draw.integers(1, BLOCK, count).astype(np.int32))) for count in (MANY, MANY - 5))
     runner, logits, generate = backend._runner, [], backend._runner.generate
     runner.generate = lambda *given: logits.append(generate(*given)) or logits[-1]
-    found = recording(backend, steps, StepShape(MANY, False, False), first, second)
+    found = recording(backend, steps, Shape(MANY, False, False), first, second)
     runner.fused = None
     separate = Counter(record(backend, steps, second)[1].launches)
     # The replay has overwritten the first logits. The last rows are padding.
@@ -265,7 +265,7 @@ class SpoiltGraph(ReplayedGraph):
     def replay(self):
         super().replay()
         if SpoiltGraph.spoils is not None:
-            SpoiltGraph.spoils(self._shape, SpoiltGraph.steps.inputs.tensors(self._shape).results)
+            SpoiltGraph.spoils(self._shape, SpoiltGraph.steps.inputs.of(self._shape).results)
 
 
 def token_of_the_last_row(shape, results):

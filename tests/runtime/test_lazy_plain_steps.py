@@ -23,7 +23,7 @@ from batch_manager.handover import (
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.runtime.device import running as device_module
 from batch_manager.runtime.device.running import Readbacks, Uploads
-from batch_manager.runtime.forms.fixed.writer import StepWriter
+from batch_manager.runtime.forms.fixed.inputs import FixedInputs
 from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.context_work_list import ContextTileWork, MostContextTileWork
@@ -283,13 +283,13 @@ def changes_at_once(patch):
     def index_copy_(tensor, dimension, entries, blocks):
         tensor[entries] = blocks
 
-    def write(writer, *arguments, right=StepWriter.write):
+    def write(inputs, *arguments, right=FixedInputs.write):
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(torch.Tensor, "index_copy_", index_copy_)
             inner.setattr(Uploads, "send", lambda uploads, arrays: [torch.from_numpy(array) for array in arrays])
-            right(writer, *arguments)
+            return right(inputs, *arguments)
 
-    patch.setattr(StepWriter, "write", write)
+    patch.setattr(FixedInputs, "write", write)
 
 
 @pytest.mark.parametrize("fault", [reused_buffers, results_in_one_buffer, results_that_are_not_copied, shared_staging,

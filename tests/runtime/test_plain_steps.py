@@ -11,10 +11,10 @@ import pytest
 from batch_manager.decoding.slots import LOG_PROBS
 from batch_manager.handover import ContextWork, GenerationWork, ScheduledBatch
 from batch_manager.names import ErrorCode
-from batch_manager.runtime.forms.fixed.shapes import StepShape
+from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.plain_steps import PlainStep
 
-SHAPE = StepShape(4, True, True, context_tokens=16, contexts=5)
+SHAPE = Shape(4, True, True, context_tokens=16, contexts=5)
 
 
 def finished(batch, shape, results, sums=(), asking=()):
@@ -76,5 +76,5 @@ def test_logits_that_are_not_finite_fail_a_row_and_those_of_padding_nobody():
     results[2, [1, 3, 4, 5, 8]] = 0                   # row 3, context 4: padding; context 1 samples nothing
     batch = ScheduledBatch(0, context=(context(7, 3, True), context(2, 4, False)), generation=generation(6, 1))
     assert set(finished(batch, SHAPE, results, np.zeros(16)).failures) == {7, 1}
-    output = finished(ScheduledBatch(0, generation=generation(6, 1)), StepShape(4, False, False), results[:, :4])
+    output = finished(ScheduledBatch(0, generation=generation(6, 1)), Shape(4, False, False), results[:, :4])
     assert output.slots.tolist() == [6, 1] and output.tokens.tolist() == [100, 101] and set(output.failures) == {1}

@@ -93,7 +93,7 @@ def test_graphs_are_dropped_if_a_replayed_step_differs_from_a_launched_one(findi
     (warning,) = found["raises"]["warnings"]
     assert not found["raises"]["has_graphs"]
     assert found["none"]["not_captured"] == "" and WITHOUT_GRAPHS % found["raises"]["not_captured"] == warning
-    assert found["raises"]["not_captured"].startswith("capturing StepShape(rows=2")
+    assert found["raises"]["not_captured"].startswith("capturing Shape(rows=2")
     assert found["must"]["error"].startswith("cuda_graphs is True, but capturing ")
 
 

@@ -1,170 +1,297 @@
-"""Inputs and results of plain steps, in device memory whose addresses depend on the padded shape only.
+"""Inputs and results of steps at fixed addresses: device memory whose addresses depend on the padded shape only.
 
-A step is *plain* if each sequence generates one token or computes a chunk of its prompt, and if temperature, top-k,
-top-p and min-p alone determine the sampled tokens. `plain_steps.py` checks these conditions and runs the step;
-`graph/form.py` replays its launches.
+Such a step has sequences that generate one token each, or compute a chunk of their prompt, and temperature, top-k,
+top-p and min-p alone determine the sampled tokens. The form `fixed` launches it, and the form `graph` replays it.
 
 Computed on the host, without waiting for the device:
-    slots and positions of the rows; tokens of the contexts and their entries in the KV cache pool; the work lists of
-    attention; changed entries of the block tables
+    the arrays of SECTIONS and WORK_SECTIONS
 On the device, at a fixed address while the engine lives:
-    the block tables; sampling parameters and newest tokens of each slot (`decoding/slots.py`);
-    the KV cache pool
+    the block tables; sampling parameters and newest tokens of each slot (`decoding/slots.py`); the KV cache pool
 In each step:
-    one copy of all arrays to one buffer on the device, from a ring of pinned memory (`device.Uploads`); one copy of all
+    one copy of all arrays to one buffer on the device, from a ring of pinned memory (`Uploads`); one copy of all
     results to the host
 
-The arrays follow one another at offsets that the `StepShape` determines. Generation rows come first, then contexts,
-each with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence
-uses and length 0, and its token is not stored. All steps of a shape therefore make the same launches with the same
+The arrays follow one another at offsets that the `Shape` determines. Generation rows come first, then contexts, each
+with its padding, so that both start at rows that the shape determines. A padding row has a slot that no sequence uses
+and length 0, and its token is not stored. All steps of a shape therefore make the same launches with the same
 arguments, and a graph of these launches can be replayed.
+
+A new array is a field of the rows that packing.py makes, and a line of SECTIONS. Launches find it by its name.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ....attention.interface import BindableAttention, ContextInputs, GenerationInputs
+from ....handover import ScheduledBatch
 from ....triton_kernels.context_work_list import WORK_COLUMNS
+from ...block_tables import BlockTables
 from ...device.running import ALIGNMENT, Uploads
-from .shapes import StepShape
+from ...packing import (
+    NO_CONTEXT_ROWS,
+    NO_GENERATION_ROWS,
+    ContextRows,
+    GenerationRows,
+    locate_contexts,
+    locate_generation,
+)
+from .shapes import MOST_CONTEXTS, Shape
 
 SPARE_CHANGES = 32                 # block table entries that a step can change beyond those for its own tokens
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+UNUSED_SLOT, UNUSED_ENTRY, LAST_VALUE = "unused slot", "unused entry", "last value"         # kinds of padding
+
+
+class Section(NamedTuple):
+    """An input array of a step.
+
+    of        what has an entry in the array, in order. `FixedInputs._counts` has the number of each kind
+    padding   value of the entries that no value is given for; LAST_VALUE: the last value that is given
+    columns   number of columns, if the array has two dimensions
+    """
+
+    name: str
+    dtype: type[np.signedinteger]
+    of: tuple[str, ...]
+    padding: int | str
+    columns: tuple[int, ...] = ()
+
+
+# The values of each "row" are a field of GenerationRows, and those of contexts and their tokens a field of ContextRows.
+SECTIONS = (
+    Section("slots", np.int64, ("row", "context"), UNUSED_SLOT),
+    Section("positions", np.int64, ("row", "token"), 0),
+    Section("kv_lengths", np.int32, ("row", "context"), 0),
+    Section("table_rows", np.int32, ("row", "context"), 0),
+    Section("token_ids", np.int64, ("token",), 0),
+    Section("pool_slots", np.int64, ("token",), -1),
+    Section("query_starts", np.int32, ("context + 1",), LAST_VALUE),           # padding sequences have no tokens
+    # Rows of hidden states to sample from; without contexts these are all rows.
+    Section("logits_rows", np.int64, ("row beside contexts", "context"), 0),
+    # Indices of the changed entries in the flattened block tables, and their blocks: BlockTables.changes.
+    Section("table_entries", np.int64, ("change",), UNUSED_ENTRY),
+    Section("table_blocks", np.int32, ("change",), 0),
+)
+# For each window of the layers: the results of `plan_generation` and `plan_contexts` of BindableAttention.
+WORK_SECTIONS = (
+    Section("work", np.int32, ("part",), -1, (4,)),
+    Section("starts", np.int32, ("row + 1",), LAST_VALUE),
+    Section("context_work", np.int32, ("context part",), -1, (WORK_COLUMNS,)),
+    Section("context_starts", np.int32, ("split token + 1",), LAST_VALUE),     # padding has no parts
+    Section("merged_rows", np.int32, ("split token",), 0),
+)
+GIVEN_BY = {"row": "rows", "context": "contexts", "token": "contexts", "context + 1": "contexts",
+            "row beside contexts": "rows beside contexts", "change": "changes", "part": "work", "row + 1": "work",
+            "context part": "context work", "split token + 1": "context work", "split token": "context work"}
+
+Targets = list[tuple[np.ndarray, int | None]]          # (array to fill, value of its padding; None: the last value)
 
 
 @dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The device arrays of a step of one shape.
+class Division:
+    """How the buffers are divided into the arrays of a step of one shape.
 
-    The step has R generation rows, T context tokens of C contexts, and u changes of the block tables.
+    The step has R generation rows, and T context tokens of C contexts.
 
-    slots               [R + C] int64   slot of the sequence of each token to sample
-    sampled_positions   [R + C] int32   positions of the tokens to sample
-    positions           [R + T] int64   positions of the input tokens
-    table_entries       [u] int64   indices of the changed entries in the flattened block tables
-    table_blocks        [u] int32   new values of these entries
-    generation          see GenerationInputs
-    input_tokens        [T] int64   tokens of the contexts
-    logits_rows         [R + C] int64   rows of hidden states to sample from; None if T is 0: sample from all rows
-    contexts            see ContextInputs; None if T is 0
-    results             [4, R + C] int32   tokens, finish reasons, whether logits are finite, bits of the log-probs
-    context_sums        [T] float32   sum of each context token's hidden state; not finite if any of its values is not
-    read_back           [4 * (R + C) + T] int32   results, then the bits of the sums
+    arrays         name -> host array of a section. Those of WORK_SECTIONS end in "_" and the index of the window
+    tensors        name -> the array on the device
+    num_bytes      number of bytes of all arrays
+    targets        a value of GIVEN_BY -> what it fills, in the order of the sections; for each window a list of its own
+    generation     see GenerationInputs
+    contexts       see ContextInputs; None if T is 0
+    results        [4, R + C] int32   tokens, finish reasons, whether logits are finite, bits of the log-probs
+    context_sums   [T] float32   sum of each context token's hidden state; not finite if any of its values is not
+    read_back      [4 * (R + C) + T] int32   results, then the bits of the sums
     """
 
-    slots: torch.Tensor
-    sampled_positions: torch.Tensor
-    positions: torch.Tensor
-    table_entries: torch.Tensor
-    table_blocks: torch.Tensor
+    arrays: Mapping[str, np.ndarray]
+    tensors: Mapping[str, torch.Tensor]
+    num_bytes: int
+    targets: Mapping[str, Targets]
+    work_targets: Sequence[Mapping[str, Targets]]
     generation: GenerationInputs
-    input_tokens: torch.Tensor
-    logits_rows: torch.Tensor | None
     contexts: ContextInputs | None
     results: torch.Tensor
     context_sums: torch.Tensor
     read_back: torch.Tensor
 
 
-class StepInputs:
-    """The input buffer and the result buffer of all steps on the device, divided into arrays for each shape.
+class FixedInputs:
+    """The input buffer and the result buffer of all steps on the device, and the block tables on the device.
 
     largest        the shapes that need the largest buffers
     attention      the attention whose work lists are among the arrays
-    block_tables   [rows, blocks] int32 on the device: the block table of each sequence
+    tables         the host's block tables, which note their changes for the copy on the device
+    num_slots      number of sequences in the largest step. Padding rows use slot num_slots
+
+    block_tables   [rows + 1, max_blocks] int32 on the device; the last row belongs to no sequence
     """
 
-    def __init__(self, largest: Sequence[StepShape], attention: BindableAttention, block_tables: torch.Tensor,
-                 tokens_per_block: int, uploads: Uploads) -> None:
-        self._attention, self._tables, self._uploads = attention, block_tables, uploads
-        self._tokens_per_block = tokens_per_block
-        num_bytes = max(_offsets(self._sections(shape))[1] for shape in largest)
+    def __init__(self, largest: Sequence[Shape], attention: BindableAttention, tables: BlockTables, uploads: Uploads,
+                 device: torch.device, *, num_slots: int, tokens_per_block: int) -> None:
+        self._attention, self._tables, self._uploads = attention, tables, uploads
+        self._num_slots, self._tokens_per_block = num_slots, tokens_per_block
+        num_rows, max_blocks = tables.copied
+        self.max_tokens = max_blocks * tokens_per_block
+        self.block_tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self._paddings = {UNUSED_SLOT: num_slots, UNUSED_ENTRY: num_rows * max_blocks, LAST_VALUE: None}
+        self._values_of_rows = _values("rows")
+        self._values_of_contexts = _values("contexts")
+        num_bytes = max(_offsets(self._sections(), self._counts(shape))[1] for shape in largest)
         self._staging = np.zeros(num_bytes, np.uint8)
-        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=block_tables.device)
-        self._results = torch.zeros(max(_num_results(shape) for shape in largest), dtype=torch.int32,
-                                    device=block_tables.device)
-        self._shapes: dict[StepShape, tuple[dict[str, np.ndarray], StepTensors, int]] = {}
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._results = torch.zeros(max(map(_num_results, largest)), dtype=torch.int32, device=device)
+        self._divisions: dict[Shape, Division] = {}
 
-    def arrays(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Return name -> host array for the next step of `shape`. The arrays contain old values: write every entry."""
-        return self._of(shape)[0]
-
-    def tensors(self, shape: StepShape) -> StepTensors:
-        """Return the device arrays of steps of `shape`. They stay at the same addresses."""
-        return self._of(shape)[1]
-
-    def send(self, shape: StepShape) -> None:
-        """Start copying the arrays of `arrays(shape)` to the device, in one copy. Does not wait for the copy."""
-        num_bytes = self._of(shape)[2]
-        self._uploads.into(self._buffer[:num_bytes], self._staging[:num_bytes])
-
-    def _sections(self, shape: StepShape) -> dict[str, tuple[type[np.signedinteger], tuple[int, ...]]]:
-        """Return name -> (dtype, shape) of each array, in memory order."""
-        rows, sampled, tokens = shape.rows, shape.num_sampled, shape.context_tokens
-        changes = sampled + tokens // self._tokens_per_block + SPARE_CHANGES
-        num_parts = self._attention.most_parts(rows, self._tables.shape[1]) if shape.is_split else rows
-        sections = {"slots": (np.int64, (sampled,)), "positions": (np.int64, (shape.num_tokens,)),
-                    "table_entries": (np.int64, (changes,)), "table_blocks": (np.int32, (changes,)),
-                    "kv_lengths": (np.int32, (sampled,)), "table_rows": (np.int32, (sampled,))}
-        for index in range(len(self._attention.windows)):
-            sections |= {f"work_{index}": (np.int32, (num_parts, 4)), f"starts_{index}": (np.int32, (rows + 1,))}
-        if tokens:
-            sections |= {name: (np.int64, (tokens,)) for name in ("input_tokens", "pool_slots")}
-            sections |= {"logits_rows": (np.int64, (sampled,)), "query_starts": (np.int32, (shape.contexts + 1,))}
-            most = self._attention.most_context_work(tokens, shape.contexts, self._tables.shape[1], shape.is_split)
-            for index in range(len(self._attention.windows)):
-                sections |= {f"context_work_{index}": (np.int32, (most.rows, WORK_COLUMNS)),
-                             f"context_starts_{index}": (np.int32, (most.split + 1,)),
-                             f"merged_rows_{index}": (np.int32, (most.split,))}
-        return sections
-
-    def _of(self, shape: StepShape) -> tuple[dict[str, np.ndarray], StepTensors, int]:
-        found = self._shapes.get(shape)
+    def of(self, shape: Shape) -> Division:
+        """Return the arrays of steps of `shape`. They stay at the same addresses."""
+        found = self._divisions.get(shape)
         if found is None:
-            found = self._shapes[shape] = self._divide(shape)
+            found = self._divisions[shape] = self._divide(shape)
         return found
 
-    def _divide(self, shape: StepShape) -> tuple[dict[str, np.ndarray], StepTensors, int]:
-        offsets, num_bytes = _offsets(self._sections(shape))
+    def may_split(self, rows: int, context_tokens: int = 0) -> bool:
+        """Whether attention may split keys into parts in a step of `rows` generation rows and `context_tokens`."""
+        max_blocks = self.block_tables.shape[1]
+        return (self._attention.most_parts(rows, max_blocks) > rows
+                or self._attention.most_context_work(context_tokens, MOST_CONTEXTS, max_blocks, True).split > 0)
+
+    def write(self, batch: ScheduledBatch, shape: Shape) -> Shape:
+        """Write the arrays of a batch, padded to `shape`, to the host memory from which `send` sends them.
+
+        Return the shape, which is split if attention splits keys into parts; `is_split` of the argument is False.
+        """
+        generation, contexts = NO_GENERATION_ROWS, None
+        if len(batch.generation):
+            generation = locate_generation(batch, self._tables, self._tokens_per_block)
+        if batch.context:
+            contexts = locate_contexts(batch, self._tables, self._tokens_per_block, unused_slot=self._num_slots,
+                                       num_rows_before=shape.rows)
+        return self._write(shape, generation, contexts)
+
+    def write_padding(self, shape: Shape) -> None:
+        """Write the arrays of a step of which all is padding."""
+        self._write(shape, NO_GENERATION_ROWS, NO_CONTEXT_ROWS if shape.contexts else None)
+
+    def send(self, shape: Shape) -> None:
+        """Start copying the arrays of `shape` to the device, in one copy. Does not wait for the copy."""
+        num_bytes = self.of(shape).num_bytes
+        self._uploads.into(self._buffer[:num_bytes], self._staging[:num_bytes])
+
+    def are_sent(self) -> None:
+        """Forget the changes of the block tables. Call after a launch that read the arrays which `send` copies."""
+        self._tables.forget_changes()
+
+    def _write(self, shape: Shape, generation: GenerationRows, contexts: ContextRows | None) -> Shape:
+        lengths = generation.kv_lengths
+        if len(lengths) < shape.rows:
+            lengths = np.zeros(shape.rows, np.int32)
+            lengths[: len(generation.kv_lengths)] = generation.kv_lengths
+        work = self._attention.plan_generation(lengths).values()
+        is_split, tiles = any(part_starts[-1] for _, part_starts in work), ()
+        if contexts is not None:
+            tiles = self._attention.plan_contexts(np.diff(contexts.query_starts), contexts.kv_lengths).values()
+            is_split = is_split or any(len(one.merged_rows) for one in tiles)
+        if is_split and not shape.is_split:
+            shape = shape._replace(is_split=True)
+        division = self.of(shape)
+        targets = division.targets
+
+        entries, blocks = self._tables.changes()
+        room = len(division.arrays["table_entries"])
+        if len(entries) > room:                         # new prompts bring many blocks
+            self.block_tables.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
+        _fill(targets["changes"], (entries[:room], blocks[:room]))
+        _fill(targets["rows"], self._values_of_rows(generation))
+        for windows, values in zip(division.work_targets, work):
+            _fill(windows["work"], values)
+        if contexts is not None:
+            _fill(targets["rows beside contexts"], (np.arange(shape.rows),))
+            _fill(targets["contexts"], self._values_of_contexts(contexts))
+            for windows, values in zip(division.work_targets, tiles):
+                _fill(windows["context work"], values)
+        return shape
+
+    def _sections(self) -> list[Section]:
+        return [*SECTIONS, *(section._replace(name=f"{section.name}_{index}")
+                             for index in range(len(self._attention.windows)) for section in WORK_SECTIONS)]
+
+    def _counts(self, shape: Shape) -> dict[str, int]:
+        """Return the number of entries of each kind that a section has entries of."""
+        rows, tokens, contexts = shape.rows, shape.context_tokens, shape.contexts
+        max_blocks = self.block_tables.shape[1]
+        counts = dict.fromkeys(GIVEN_BY, 0) | {
+            "row": rows, "row + 1": rows + 1, "context": contexts, "token": tokens,
+            "change": shape.num_sampled + tokens // self._tokens_per_block + SPARE_CHANGES,
+            "part": self._attention.most_parts(rows, max_blocks) if shape.is_split else rows}
+        if contexts:
+            most = self._attention.most_context_work(tokens, contexts, max_blocks, shape.is_split)
+            counts |= {"context + 1": contexts + 1, "row beside contexts": rows, "context part": most.rows,
+                       "split token": most.split, "split token + 1": most.split + 1}
+        return counts
+
+    def _divide(self, shape: Shape) -> Division:
+        sections, counts = self._sections(), self._counts(shape)
+        offsets, num_bytes = _offsets(sections, counts)
         assert num_bytes <= len(self._staging) and _num_results(shape) <= len(self._results), (
             f"{shape} is larger than the largest shape")
         arrays, tensors = {}, {}
-        for name, (start, dtype, size) in offsets.items():
+        targets = [{source: [] for source in GIVEN_BY.values()} for _ in range(1 + len(self._attention.windows))]
+        for number, (section, start) in enumerate(zip(sections, offsets)):
+            size = sum(counts[kind] for kind in section.of), *section.columns
+            dtype = np.dtype(section.dtype)
             part = slice(start, start + math.prod(size) * dtype.itemsize)
-            arrays[name] = self._staging[part].view(dtype).reshape(size)
-            tensors[name] = self._buffer[part].view(TORCH_DTYPES[dtype]).view(size)
-        rows, sampled = shape.rows, shape.num_sampled
-        kv_lengths, table_rows, positions = (tensors[name] for name in ("kv_lengths", "table_rows", "positions"))
+            array = arrays[section.name] = self._staging[part].view(dtype).reshape(size)
+            tensors[section.name] = self._buffer[part].view(TORCH_DTYPES[dtype]).view(size)
+            window, stop = max(0, number - len(SECTIONS)) // len(WORK_SECTIONS) + (number >= len(SECTIONS)), 0
+            for kind in section.of:
+                first, stop = stop, stop + counts[kind]
+                targets[window][GIVEN_BY[kind]].append(
+                    (array[first:stop], self._paddings.get(section.padding, section.padding)))
+        rows, sampled, windows = shape.rows, shape.num_sampled, self._attention.windows
+        kv_lengths, table_rows = tensors["kv_lengths"], tensors["table_rows"]
         generation = GenerationInputs(
-            kv_lengths=kv_lengths[:rows], table_rows=table_rows[:rows], block_tables=self._tables,
-            work={window: _generation_work(tensors, index) for index, window in enumerate(self._attention.windows)})
+            kv_lengths=kv_lengths[:rows], table_rows=table_rows[:rows], block_tables=self.block_tables,
+            work={window: _generation_work(tensors, index) for index, window in enumerate(windows)})
         contexts = ContextInputs(
-            positions=positions[rows:], pool_slots=tensors["pool_slots"], query_starts=tensors["query_starts"],
-            kv_lengths=kv_lengths[rows:], table_rows=table_rows[rows:], block_tables=self._tables,
-            work={window: _context_work(tensors, index) for index, window in enumerate(self._attention.windows)}
-            ) if shape.context_tokens else None
+            positions=tensors["positions"][rows:], pool_slots=tensors["pool_slots"],
+            query_starts=tensors["query_starts"], kv_lengths=kv_lengths[rows:], table_rows=table_rows[rows:],
+            block_tables=self.block_tables,
+            work={window: _context_work(tensors, index) for index, window in enumerate(windows)}
+            ) if shape.contexts else None
         read_back = self._results[: _num_results(shape)]
-        step = StepTensors(
-            slots=tensors["slots"], sampled_positions=kv_lengths, positions=positions,
-            table_entries=tensors["table_entries"], table_blocks=tensors["table_blocks"], generation=generation,
-            input_tokens=tensors.get("input_tokens", positions[:0]), logits_rows=tensors.get("logits_rows"),
-            contexts=contexts, results=read_back[: 4 * sampled].view(4, sampled),
-            context_sums=read_back[4 * sampled :].view(torch.float32), read_back=read_back)
-        return arrays, step, num_bytes
+        return Division(arrays, tensors, num_bytes, targets[0], targets[1:], generation, contexts,
+                        results=read_back[: 4 * sampled].view(4, sampled),
+                        context_sums=read_back[4 * sampled :].view(torch.float32), read_back=read_back)
 
 
-def _generation_work(tensors: dict[str, torch.Tensor], index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _values(source: str) -> attrgetter:
+    """Return a function that takes rows of packing.py and returns those of their fields that are in SECTIONS."""
+    return attrgetter(*[section.name for section in SECTIONS for kind in section.of if GIVEN_BY[kind] == source])
+
+
+def _fill(targets: Targets, given: Iterable[np.ndarray]) -> None:
+    for (array, padding), values in zip(targets, given):
+        count = len(values)
+        array[:count] = values
+        if count < len(array):
+            array[count:] = values[-1] if padding is None else padding
+
+
+def _generation_work(tensors: Mapping[str, torch.Tensor], index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the work list and the part starts of generation rows for the window with this index."""
     work_list, part_starts = tensors[f"work_{index}"], tensors[f"starts_{index}"]
     may_split = len(work_list) > len(part_starts) - 1
     return work_list, part_starts if may_split else None
 
 
-def _context_work(tensors: dict[str, torch.Tensor], index: int
+def _context_work(tensors: Mapping[str, torch.Tensor], index: int
                   ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the work lists of context attention for the window with this index; see `ContextInputs.work`."""
     merged_rows = tensors[f"merged_rows_{index}"]
@@ -173,14 +300,15 @@ def _context_work(tensors: dict[str, torch.Tensor], index: int
             merged_rows if may_split else None)
 
 
-def _num_results(shape: StepShape) -> int:
+def _num_results(shape: Shape) -> int:
     return 4 * shape.num_sampled + shape.context_tokens
 
 
-def _offsets(sections) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
-    """Return name -> (first byte, dtype, shape) of each array in the buffer, and the total number of bytes."""
-    offsets, start = {}, 0
-    for name, (dtype, size) in sections.items():
-        offsets[name] = start, np.dtype(dtype), size
-        start += -(-math.prod(size) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+def _offsets(sections: Sequence[Section], counts: Mapping[str, int]) -> tuple[list[int], int]:
+    """Return the first byte of each section in the buffer, and the total number of bytes."""
+    offsets, start = [], 0
+    for section in sections:
+        offsets.append(start)
+        num_bytes = sum(counts[kind] for kind in section.of) * math.prod(section.columns) * section.dtype().itemsize
+        start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     return offsets, start

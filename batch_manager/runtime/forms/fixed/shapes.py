@@ -28,7 +28,7 @@ MOST_CONTEXTS = 32                                       # contexts of these ste
 MOST_OPERATIONS = 12 * 10**11
 
 
-class StepShape(NamedTuple):
+class Shape(NamedTuple):
     """The padded shape of a plain step (see inputs.py).
 
     The shape determines the launches of the step, and the addresses and sizes of the step's arrays.

@@ -24,7 +24,7 @@ from ... import layouts
 from ...device.memory import used_memory
 from ...device.running import CapturedGraph, first_line
 from ...layouts import Layout
-from ..fixed.shapes import StepShape
+from ..fixed.shapes import Shape
 
 WITHOUT_GRAPHS = "steps are launched without graphs: %s"        # the message of the log, with the reason
 
@@ -65,14 +65,14 @@ class Graphs:
     run_step   (shape) -> None: launches a step. The shape determines all launches
     """
 
-    def __init__(self, device: torch.device, run_step: Callable[[StepShape], None]) -> None:
+    def __init__(self, device: torch.device, run_step: Callable[[Shape], None]) -> None:
         self._device, self._run_step = device, run_step
-        self._graphs: dict[StepShape, CapturedGraph] = {}
+        self._graphs: dict[Shape, CapturedGraph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, shapes: Sequence[StepShape], prepare: Callable[[StepShape], None]) -> str:
+    def capture(self, shapes: Sequence[Shape], prepare: Callable[[Shape], None]) -> str:
         """Capture a graph for each shape, largest first, and replay it once, so that no request waits for its upload.
 
         Return "". If a capture fails, drop all graphs and return the reason.
@@ -98,7 +98,7 @@ class Graphs:
                  f"{used_memory(self._device) - used:,}")
         return ""
 
-    def run(self, shape: StepShape) -> None:
+    def run(self, shape: Shape) -> None:
         """Replay the graph of a shape, or make the launches one by one if the shape has no graph."""
         graph = self._graphs.get(shape)
         if graph is None:

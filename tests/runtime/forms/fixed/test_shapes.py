@@ -9,7 +9,7 @@ from batch_manager.runtime.forms.fixed.shapes import (
     MOST_OPERATIONS,
     MOST_ROWS,
     SMALL_ROWS,
-    StepShape,
+    Shape,
     graph_rows,
     mixed_sizes,
     padded,
@@ -63,6 +63,6 @@ def test_the_larger_a_model_the_fewer_steps_with_contexts_have_graphs(num_weight
 
 
 def test_a_shape_counts_its_tokens_and_sampled_tokens():
-    assert (StepShape(4, False, True).num_tokens, StepShape(4, False, True).num_sampled) == (4, 4)
-    shape = StepShape(4, False, True, context_tokens=64, contexts=32)
+    assert (Shape(4, False, True).num_tokens, Shape(4, False, True).num_sampled) == (4, 4)
+    shape = Shape(4, False, True, context_tokens=64, contexts=32)
     assert (shape.num_tokens, shape.num_sampled) == (68, 36)

@@ -6,13 +6,13 @@ import torch
 from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import layouts
-from batch_manager.runtime.forms.fixed.shapes import StepShape
+from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.forms.graph.form import Graphs, obstacle_to_graphs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SHAPES = [StepShape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
-SHAPES.append(StepShape(4, True, True, 64, 32))
+SHAPES = [Shape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
+SHAPES.append(Shape(4, True, True, 64, 32))
 
 
 class Graph:
@@ -63,9 +63,9 @@ def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(ma
     assert "captured 7 graphs of steps of up to 8 generating sequences and 64 context tokens in " in caplog.text
     assert " 0 bytes" in caplog.text
     events.clear()
-    captured.run(StepShape(2, True, False))
-    captured.run(StepShape(9, False, False))                             # no graph is large enough
-    assert events == ["replayed", StepShape(2, True, False), StepShape(9, False, False)]
+    captured.run(Shape(2, True, False))
+    captured.run(Shape(9, False, False))                             # no graph is large enough
+    assert events == ["replayed", Shape(2, True, False), Shape(9, False, False)]
 
 
 def test_the_backend_reports_the_number_of_its_graphs(made):
@@ -80,13 +80,13 @@ def test_the_backend_reports_the_number_of_its_graphs(made):
 
 
 def test_a_capture_that_fails_leaves_no_graph_and_says_why(made):
-    obstacle, captured = made(fails_at=StepShape(2, False, False))
+    obstacle, captured = made(fails_at=Shape(2, False, False))
     assert obstacle == (
-        "capturing StepShape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0) raised RuntimeError: "
+        "capturing Shape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0) raised RuntimeError: "
         "operation not permitted when stream is capturing")
     events.clear()
-    captured.run(StepShape(8, False, False))
-    assert events == [StepShape(8, False, False)]
+    captured.run(Shape(8, False, False))
+    assert events == [Shape(8, False, False)]
 
 
 @pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [
