@@ -67,7 +67,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
             kv_cache_manager = make_kv_cache_manager(optional_params.kv_cache_config, limits, backend, clock)
         guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
-                                   parts.after_responses, parts.at_end)
+                                   optional_params.max_admissions_per_iteration, parts.after_responses, parts.at_end)
         admission = Admission(
             limits,
             max_request_bytes=optional_params.max_request_bytes,

@@ -126,7 +126,7 @@ class TrtGptModelOptionalParams:
     max_queued_tokens           prompt tokens waiting inside the manager
     max_request_bytes           bytes of one request's tensors
     max_bytes_in_flight         bytes of all live requests: their tensors and the logits that they ask for
-    max_admissions_per_iteration   requests read in one iteration; bounds the delay of running requests
+    max_admissions_per_iteration   requests decided in one iteration; bounds the delay of running requests
     idle_poll_interval_s        seconds between two calls of the get callback when there is nothing to do
     hang_warning_s              seconds without a heartbeat of the worker before the engine logs an error; 0: never
     cpu_compile                 on a CPU, run a step as one call of C code, which is compiled once for this processor

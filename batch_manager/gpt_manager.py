@@ -51,10 +51,10 @@ class GptManager:
     max_beam_width                  largest beam width of any request, 1 to 1,024
     scheduler_policy                which requests may start when KV cache blocks are short
     get_inference_requests_cb       (max_num_requests: int) -> iterable of InferenceRequest; called every iteration,
-                                    also for 0 requests; -1 means unbounded. An iteration reads at most
-                                    max_admissions_per_iteration items. The callback is not called while items of its
-                                    last call are unread. Return a list. If the iterable has neither a length nor a
-                                    length hint, like a generator, the engine reads its items in one iteration only,
+                                    also for 0 requests; -1 means unbounded. An iteration decides at most
+                                    max_admissions_per_iteration items. The callback is not called while items of
+                                    its last call are undecided. Return a list. Of an iterable that has neither a length
+                                    nor a length hint, like a generator, the engine reads at most that many items,
                                     drops the rest and logs a warning
     send_response_cb                (request_id, tensors: list[NamedTensor], final_response: bool, error: str) -> None
     poll_stop_signal_cb             () -> set of request ids to stop

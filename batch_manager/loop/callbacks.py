@@ -42,7 +42,7 @@ class GuardedCallbacks:
 
     guard        the engine's guard
     unanswered   items that still need a final response
-    fetched      the FetchedItems, which call get and hold the items that no iteration has read yet
+    fetched      the FetchedItems, which call get and hold the items that no iteration has decided yet
     wants_stats  whether there is a statistics callback
     has_after_responses   whether there is a hook after_responses
     """
@@ -54,6 +54,7 @@ class GuardedCallbacks:
         poll_stop_signal: PollStopSignalCallback | None,
         return_stats: ReturnBatchManagerStatsCallback | None,
         guard: Guard,
+        max_admissions_per_iteration: int,
         after_responses: AfterResponsesHook | None = None,
         at_end: AtEndHook | None = None,
     ) -> None:
@@ -67,7 +68,8 @@ class GuardedCallbacks:
         self.wants_stats = return_stats is not None
         self.guard = guard
         self.unanswered = UnansweredItems()
-        self.fetched = FetchedItems(get_inference_requests, guard, self.unanswered.undecided)
+        self.fetched = FetchedItems(get_inference_requests, guard, self.unanswered.undecided,
+                                    max_admissions_per_iteration)
         guard.failures.update({"get": 0, "send": 0, "poll": 0, "stats": 0})
 
     @property

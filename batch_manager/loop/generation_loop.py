@@ -136,7 +136,6 @@ class GenerationLoop:
         self.window.forget()
         if self.failure is None:
             self._release_everything()
-        self.callbacks.fetched.stop_growing()
         self.finals.fail_everything(error)
         while not self.is_empty:
             self.intake.fetch(0, self.active.__contains__, error)

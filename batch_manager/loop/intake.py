@@ -167,7 +167,6 @@ class Intake:
             else:
                 self._enqueue(admitted)
             self._note_accepted(admitted)
-        fetched.end_iteration()
         return entering
 
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:

@@ -195,7 +195,7 @@ def test_c18_a_process_that_is_forked_in_a_streamed_callback_calls_no_other():
             os.write(1, f"{request_id} in {'the parent' if os.getpid() == parent else 'a child'}\\n".encode())
 
         parent = os.getpid()
-        GuardedCallbacks(lambda n: [], send, None, None, Guard()).send([(i, []) for i in range(3)])
+        GuardedCallbacks(lambda n: [], send, None, None, Guard(), 4096).send([(i, []) for i in range(3)])
         """)], capture_output=True, text=True, timeout=60)
     assert result.stdout.splitlines() == ["0 in the parent", "1 in a child", "1 in the parent", "2 in the parent"]
     assert result.stderr == ""
@@ -254,9 +254,7 @@ def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request)
     callbacks._poll = lambda: (see("poll"), Stops([Stop(), object()]))[1]
     callbacks._stats = lambda record: see("stats")
     callbacks.fetched.ask(3)
-    world.step(2)
-    world.loop.callbacks.fetched.stop_growing()
-    world.step(1)
+    world.step(3)
     names = {"get": "get", "items": "get", "item": "get", "size": "get", "stop": "poll", "stops": "poll",
              "poll": "poll", "send": "send", "stats": "stats"}
     assert dict(seen) == names

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import UserList, deque
-from itertools import islice
+from itertools import count, islice
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from batch_manager import FinishReason
 from batch_manager.clock import reliable
 from batch_manager.errors import ManagerClosedError
+from batch_manager.loop import fetched_items
 
 RAISED = [ValueError("secret prompt"), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), MemoryError()]
 
@@ -308,53 +309,75 @@ def test_c20_what_is_dropped_of_a_generator_is_logged(make_world, new_request, c
     assert "the first 4 items were read and the rest is dropped; return a list" in caplog.text
 
 
-class Growing(UserList):
-    """A list that grows by one item each time its iterator reaches the end."""
+class Odd(UserList):
+    """A list of ten requests whose length and iterator are replaced."""
+
+    def __init__(self, items, length, iterate=None):
+        super().__init__(items)
+        self.length, self.iterate = length, iterate
+
+    def __len__(self):
+        return self.length()
 
     def __iter__(self):
-        while True:
-            yield from self.data
-            self.data.append(self.make(len(self.data)))
+        return self.iterate() if self.iterate else iter(self.data)
 
 
-class Hinting:
-    """An iterator over `items` with a length hint. Each call of `next` appends one item to `items`."""
-
-    def __init__(self, items, make):
-        self.items, self.make, self.number = items, make, 0
-
-    def __length_hint__(self):
-        return len(self.items) - self.number
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.items.append(self.make(len(self.items)))
-        self.number += 1
-        return self.items[self.number - 1]
+def endless(make, raises_at=None):
+    for number in count():
+        if number == raises_at:
+            raise KeyError("secret prompt")
+        yield make(number)
 
 
-@pytest.mark.parametrize("reading", ["what has a size", "an iterator over what grows", "a list that grows",
-                                     "an iterator with a hint"])
-def test_c14_the_end_comes_although_what_was_handed_over_grows(make_world, new_request, reading):
-    """The shutdown ends although a client puts items into the returned collection while the loop reads it."""
+def indexed(items):
+    return type("Indexed", (), {"__getitem__": lambda self, place: items[place]})()
+
+
+# what get returns, given ten requests and a function that makes one: (object, number of requests answered, failures)
+ODD_RETURNS = {
+    "an endless generator": lambda items, make: (endless(make), 4, 0),
+    "a generator that raises": lambda items, make: (endless(make, 3), 3, 1),
+    "a list whose iterator is endless": lambda items, make: (Odd(items, lambda: 6, lambda: endless(make)), 6, 0),
+    "endless with an endless length": lambda items, make: (Odd(items, lambda: 2**60, lambda: endless(make)), 12, 0),
+    "a length that is too large": lambda items, make: (Odd(items, lambda: 11), 10, 0),
+    "a length that is too small": lambda items, make: (Odd(items, lambda: 1), 4, 0),
+    "a length that raises": lambda items, make: (Odd(items, lambda: 1 / 0), 4, 1),
+    "a negative length": lambda items, make: (Odd(items, lambda: -1), 4, 1),
+    "a list that raises in the middle": lambda items, make: (Odd(items, lambda: 10, lambda: endless(make, 7)), 7, 1),
+    "an iterator that raises at once": lambda items, make: (Odd(items, lambda: 10, lambda: 1 / 0), 0, 1),
+    "what has places only": lambda items, make: (indexed(items), 4, 0),
+    "an iterator over a list": lambda items, make: (iter(items), 10, 0),
+}
+
+
+@pytest.mark.parametrize("how", ODD_RETURNS)
+def test_c2_c15_every_item_that_an_odd_iterable_hands_over_is_answered(make_world, new_request, monkeypatch, how):
+    monkeypatch.setattr(fetched_items, "MOST_ITEMS", 12)
+    world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
+    make = lambda number: new_request(number, [1], 1)
+    given, num_answered, num_failures = ODD_RETURNS[how]([make(number) for number in range(10)], make)
+    sources = [[make(99)], given]
+    world.loop.callbacks.fetched._get = lambda n: sources.pop() if sources else []
+    for _ in range(8):
+        world.step()
+        world.clock.now += 0.1    # no back-off lasts longer
+    assert sorted(world.client.responses) == [*range(num_answered), 99]
+    assert all(world.client.final(i).error == "" for i in world.client.responses)
+    assert world.loop.callbacks.failures["get"] == num_failures
+
+
+@pytest.mark.parametrize("kind", [list, deque, UserList])
+def test_c2_c14_what_is_put_into_a_returned_collection_later_is_not_read(make_world, new_request, kind):
     world = make_world(max_admissions_per_iteration=2)
-    items = [new_request(i, [1], 9) for i in range(6)]
-    if reading == "what has a size":
-        given = Growing(items)
-        given.make = lambda number: new_request(number, [1], 9)
-    elif reading == "an iterator with a hint":
-        given = Hinting(items, lambda number: new_request(number, [1], 9))
-    else:
-        given = items if reading == "a list that grows" else iter(items)
-        world.client.on_send = lambda request_id, response: items.append(new_request(len(items), [1], 9))
-    sources = [given]
-    world.loop.callbacks.fetched._get = lambda count: sources.pop() if sources else []
+    items = kind(new_request(i, [1], 9) for i in range(6))
+    world.client.on_send = lambda request_id, response: items.append(new_request(len(items), [1], 9))
+    sources = [items]
+    world.loop.callbacks.fetched._get = lambda n: sources.pop() if sources else []
     world.step()
     world.loop.answer_the_rest(ManagerClosedError("the end"))
-    assert world.loop.is_empty
-    assert all(world.client.final(i).code == "SHUTDOWN" for i in range(6))
+    assert world.loop.is_empty and len(items) == 12
+    assert {i: world.client.final(i).code for i in world.client.responses} == dict.fromkeys(range(6), "SHUTDOWN")
 
 
 def memory(gpu):

@@ -4,8 +4,6 @@ reveals each bug.
 This module does not import torch, because the sweep forks the process at every instruction where it raises.
 """
 
-from itertools import islice
-
 import pytest
 
 from batch_manager.loop.callbacks import GuardedCallbacks
@@ -23,24 +21,22 @@ def a_final_counts_as_answered_before_its_call_begins(patch) -> None:
     patch.setattr(GuardedCallbacks, "_send_last", early)
 
 
-def an_item_is_read_outside_the_list_of_undecided_items(patch) -> None:
+def an_item_is_in_no_list_for_a_moment(patch) -> None:
     def read_next(self):
-        while self._returned:
-            oldest, items = self._returned[0], []
-            if self._begin(oldest):
-                with self.in_get:
-                    items = list(islice(oldest.iterator[0], 1))
-                self._undecided += items
-                if items:
-                    return True
-            del self._returned[0]
-        return False
+        if self._returned:
+            self._read()
+        if not self._unread:
+            return False
+        with self.in_get:
+            item = self._unread.popleft()
+        self._undecided.append(item)
+        return True
     patch.setattr(FetchedItems, "read_next", read_next)
 
 
 INTERRUPTION_BUGS = {
     "a final counts as answered before its call begins": a_final_counts_as_answered_before_its_call_begins,
-    "an item is read outside the list of undecided items": an_item_is_read_outside_the_list_of_undecided_items,
+    "an item is in no list for a moment": an_item_is_in_no_list_for_a_moment,
 }
 
 

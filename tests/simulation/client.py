@@ -41,21 +41,16 @@ class PlantedInterrupt(KeyboardInterrupt):
 
 
 class Taken(list):
-    """A list of items that the get callback returns. It calls `taken` for each item that the engine reads.
+    """A list of items that the get callback returns. It appends each item that the engine reads to `read`."""
 
-    If the only item is a request whose prompt is an array, the list overwrites the array after the item was read.
-    """
-
-    def __init__(self, items: list[tuple[Any, Handed | None]], taken: Callable[[Any, Handed | None], None]) -> None:
+    def __init__(self, items: list[tuple[Any, Handed | None]], read: deque[tuple[Any, Handed | None, bool]]) -> None:
         super().__init__(items)
-        self._taken = taken
+        self._read = read
 
     def __iter__(self) -> Iterator[Any]:
         for item, handed in super().__iter__():
-            self._taken(item, handed)
+            self._read.append((item, handed, len(self) == 1))
             yield item
-            if len(self) == 1 and isinstance(item, InferenceRequest) and isinstance(item.input_ids, np.ndarray):
-                item.input_ids.fill(0)
 
 
 class SimulatedClient(Client):
@@ -63,6 +58,8 @@ class SimulatedClient(Client):
 
     again      ids of requests that the next get returns
     failures   callback -> number of failed calls; the engine must count the same number
+    read       (item, record, whether get returned this item alone) of the items that the engine has read and not taken
+               up, oldest first
     """
 
     def __init__(self, world: "SimulatedWorld", rng: Random) -> None:
@@ -72,6 +69,8 @@ class SimulatedClient(Client):
         self.has_poll, self.has_stats = self.swarm.has_poll, self.swarm.has_stats
         self.next_id = 0
         self.again: deque[int] = deque()
+        self.read: deque[tuple[Any, Handed | None, bool]] = deque()
+        self._used_arrays: list[np.ndarray] = []
         self.recently_ended: deque[int] = deque(maxlen=4)
         self.ended_this_turn: list[int] = []
         self.reused_this_turn: list[int] = []
@@ -174,6 +173,9 @@ class SimulatedClient(Client):
 
     def begins(self, name: str) -> None:
         super().begins(name)
+        for array in self._used_arrays:
+            array.fill(0)
+        self._used_arrays.clear()
         self.world.callback_begins(name)
 
     def wrong(self, complaint: str) -> None:
@@ -226,25 +228,36 @@ class SimulatedClient(Client):
         return self._hand_over([item] * (LARGE_FLOOD if rng.randrange(200) == 0 else FLOOD))
 
     def _breaks_midway(self, count: int) -> Iterator[Any]:
-        for item, handed in self._items(count):
-            self._taken(item, handed)
-            yield item
+        yield from Taken(self._items(count), self.read)
         self.failures["get"] += 1
         raise Planted
 
     def _endless(self) -> Iterator[Any]:
         while True:
-            for item, handed in self._items(1):
-                self._taken(item, handed)
-                yield item
+            yield from Taken(self._items(1), self.read)
 
     def _hand_over(self, items: list[tuple[Any, Handed | None]]) -> Any:
         if self.rng.random() < self.swarm.traffic.as_generator:
-            return iter(Taken(items, self._taken))
-        return Taken(items, self._taken)
+            return iter(Taken(items, self.read))
+        return Taken(items, self.read)
+
+    def noting(self, read_next: Callable[[], bool]) -> Callable[[], bool]:
+        """Return `read_next` of the engine with a record of each item that it takes up.
+
+        If get returned only this item, and its prompt is an array, the next callback overwrites the array.
+        """
+        def noting() -> bool:
+            has_item = read_next()
+            if has_item:
+                item, handed, is_alone = self.read.popleft()
+                if is_alone and isinstance(item, InferenceRequest) and isinstance(item.input_ids, np.ndarray):
+                    self._used_arrays.append(item.input_ids)
+                self._taken(item, handed)
+            return has_item
+        return noting
 
     def _taken(self, item: Any, handed: Handed | None) -> None:
-        """Record that the engine has read an item."""
+        """Record that the engine has taken up an item."""
         if handed is None:
             self.asked_to_terminate = True
             self.world.terminate_was_read()

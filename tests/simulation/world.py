@@ -135,6 +135,8 @@ class SimulatedWorld:
             max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
             max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
             max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats)
+        fetched = loop.callbacks.fetched
+        fetched.read_next = client.noting(fetched.read_next)
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
         self._watch_claims(loop.kv)
         self._watch_window(loop.window)
