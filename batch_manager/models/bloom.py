@@ -10,13 +10,13 @@ import torch
 
 from ..attention.interface import Attention, LayerAttention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .alibi_slopes import alibi_slopes
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import (
     MAX_HEADS,
@@ -45,10 +45,36 @@ class BloomSpec(ModelSpec):
     adds_to_normed: bool
 
 
-class Bloom:
+class _Layer:
+    def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.adds_to_normed = index, spec.adds_to_normed
+        self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        # The file orders the rows by head. Each head has its query, key and value.
+        order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
+        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
+                          split="columns", row_order=order.transpose(0, 1).reshape(-1))
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=True, split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
+                       spec.intermediate_size, spec.activation)
+
+    def __call__(self, hidden: torch.Tensor, rotary: None, attention: Attention) -> torch.Tensor:
+        normed = self.attention_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = attention.run(self.index, query, key, value, rotary)
+        hidden = self.out.add_to(normed if self.adds_to_normed else hidden, attended)
+        normed = self.mlp_norm(hidden)
+        return self.mlp.add_to(normed if self.adds_to_normed else hidden, normed)
+
+
+class Bloom(Decoder):
     """Implements BloomForCausalLM of transformers."""
 
-    deterministic = True
+    layer = _Layer
+    names = Names("transformer.word_embeddings", "transformer.h", "transformer.ln_f")
     harmless_tensors = ()
     understands = ("alibi", "apply_residual_connection_post_layernorm")
 
@@ -90,51 +116,13 @@ class Bloom:
             dtype=read_dtype(config),
             adds_to_normed=config.flag("apply_residual_connection_post_layernorm", False))
 
-    def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext) -> None:
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.embedding = Embedding(weights, context, "transformer.word_embeddings.weight", spec.vocab_size, size)
-        self.embedding_norm = LayerNorm(weights, context, "transformer.word_embeddings_layernorm", size, epsilon)
-        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
-                       for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "transformer.ln_f", size, epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
+    def make_entry(self, spec: BloomSpec, weights: Weights, context: LayerContext) -> None:
+        self.embedding_norm = LayerNorm(weights, context, "transformer.word_embeddings_layernorm", spec.hidden_size,
+                                        spec.norm_epsilon)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings before their norm. `forward` applies the norm, also to rows of a prompt-tuning table.
-        """
-        return self.embedding(token_ids)
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        hidden = self.embedding_norm(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
-class _Layer:
-    def __init__(self, spec: BloomSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.adds_to_normed = index, spec.adds_to_normed
-        self.heads, self.head_size = [spec.num_heads] * 3, spec.head_size
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        # The file orders the rows by head. Each head has its query, key and value.
-        order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
-        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
-                          split="columns", row_order=order.transpose(0, 1).reshape(-1))
-        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=True, split="rows")
-        self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
-                       spec.intermediate_size, spec.activation)
-
-    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        normed = self.attention_norm(hidden)
-        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = attention.run(self.index, query, key, value, None)
-        hidden = self.out.add_to(normed if self.adds_to_normed else hidden, attended)
-        normed = self.mlp_norm(hidden)
-        return self.mlp.add_to(normed if self.adds_to_normed else hidden, normed)
+    def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings after their norm, which applies to rows of a prompt-tuning table, too."""
+        return self.embedding_norm(hidden)

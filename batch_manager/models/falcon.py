@@ -12,7 +12,6 @@ import torch
 
 from ..attention.interface import Attention, LayerAttention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
@@ -20,6 +19,7 @@ from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .alibi_slopes import alibi_slopes
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import (
     MAX_HEADS,
@@ -45,10 +45,47 @@ class FalconSpec(ModelSpec):
     has_own_norms: bool
 
 
-class Falcon:
+class _Layer:
+    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.head_size, self.is_parallel = index, spec.head_size, spec.is_parallel
+        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        size = spec.hidden_size
+
+        def norm(part: str) -> LayerNorm:
+            return LayerNorm(weights, context, f"{name}.{part}", size, spec.norm_epsilon)
+
+        self.attention_norm = norm("ln_attn" if spec.has_own_norms else "input_layernorm")
+        self.mlp_norm = None                               # None: the MLP reads attention's normed rows
+        if spec.has_own_norms or not spec.is_parallel:
+            self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
+        # The file orders the rows by key head: first its query heads, then the key head, then its value head.
+        order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
+        order = order.view(spec.num_kv_heads, -1, spec.head_size)
+        parts = (order[:, :-2], order[:, -2], order[:, -1])
+        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
+                          bias=spec.qkv_bias, split="columns", row_order=torch.cat([part.flatten() for part in parts]))
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
+                       spec.intermediate_size, spec.activation, bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
+        normed = self.attention_norm(hidden)
+        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        attended = attention.run(self.index, query, key, value, rotary)
+        if self.is_parallel:
+            mlp_rows = normed if self.mlp_norm is None else self.mlp_norm(hidden)     # before add_to overwrites hidden
+            return self.mlp.add_to(self.out.add_to(hidden, attended), mlp_rows)
+        hidden = self.out.add_to(hidden, attended)
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class Falcon(Decoder):
     """Implements FalconForCausalLM of transformers."""
 
-    deterministic = True
+    layer = _Layer
+    names = Names("transformer.word_embeddings", "transformer.h", "transformer.ln_f")
     harmless_tensors = (r"(transformer\.)?h\.\d+\.self_attention\.(maybe_rotary|rotary|rotary_emb)\.inv_freq",
                         r"(transformer\.)?rotary_emb\.inv_freq")
     understands = ("alibi", "parallel_attn", "multi_query", "new_decoder_architecture")
@@ -86,28 +123,8 @@ class Falcon:
         attention = LayerAttention(scale=scale, alibi_slopes=tuple(slopes), alibi_bfloat16_factor=scale)
         return dataclasses.replace(spec, rotary=None, attention=(attention,) * num_layers)
 
-    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext) -> None:
-        size = spec.hidden_size
-        self.embedding = Embedding(weights, context, "transformer.word_embeddings.weight", spec.vocab_size, size)
-        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
-                       for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "transformer.ln_f", size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, size,
-                         tied_to=self.embedding if spec.tie_word_embeddings else None)
-        self.rotary = None
-        if spec.rotary is not None:
-            self.rotary = Rotary(context, spec.rotary, spec.head_size, spec.max_position_embeddings)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(token_ids)
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, self.rotary, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
 
 def _read_kv_heads(config: Fields, num_heads: int) -> int:
@@ -133,39 +150,3 @@ def _read_norms(config: Fields) -> tuple[bool, bool]:
     if is_parallel and num_norms not in ((1, 2) if is_new else (1,)):
         raise config.fault("num_ln_in_parallel_attn", "1 or 2" if is_new else "1 without new_decoder_architecture")
     return is_parallel, is_parallel and num_norms == 2
-
-
-class _Layer:
-    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.head_size, self.is_parallel = index, spec.head_size, spec.is_parallel
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        size = spec.hidden_size
-
-        def norm(part: str) -> LayerNorm:
-            return LayerNorm(weights, context, f"{name}.{part}", size, spec.norm_epsilon)
-
-        self.attention_norm = norm("ln_attn" if spec.has_own_norms else "input_layernorm")
-        self.mlp_norm = None                               # None: the MLP reads attention's normed rows
-        if spec.has_own_norms or not spec.is_parallel:
-            self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
-        # The file orders the rows by key head: first its query heads, then the key head, then its value head.
-        order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
-        order = order.view(spec.num_kv_heads, -1, spec.head_size)
-        parts = (order[:, :-2], order[:, -2], order[:, -1])
-        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns", row_order=torch.cat([part.flatten() for part in parts]))
-        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=spec.out_bias,
-                          split="rows")
-        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
-                       spec.intermediate_size, spec.activation, bias=spec.mlp_bias)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
-        normed = self.attention_norm(hidden)
-        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = attention.run(self.index, query, key, value, rotary)
-        if self.is_parallel:
-            mlp_rows = normed if self.mlp_norm is None else self.mlp_norm(hidden)     # before add_to overwrites hidden
-            return self.mlp.add_to(self.out.add_to(hidden, attended), mlp_rows)
-        hidden = self.out.add_to(hidden, attended)
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))

@@ -7,12 +7,13 @@ import torch
 
 from ..attention.interface import Attention, LayerAttention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
+from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import (
     MAX_HEADS,
@@ -32,10 +33,31 @@ _ALIASES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_
             "n_positions": "max_position_embeddings"}
 
 
-class Gpt2:
+class _Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
+        size, epsilon = spec.hidden_size, spec.norm_epsilon
+        self.attention_norm = LayerNorm(weights, context, f"{name}.ln_1", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.attn.c_attn"], size, spec.qkv_sizes, bias=True, transposed=True,
+                          split="columns")
+        self.out = Linear(weights, context, [f"{name}.attn.c_proj"], size, [size], bias=True, transposed=True,
+                          split="rows")
+        self.mlp_norm = LayerNorm(weights, context, f"{name}.ln_2", size, epsilon)
+        self.mlp = Mlp(weights, context, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", size, spec.intermediate_size,
+                       spec.activation, transposed=True)
+
+    def __call__(self, hidden: torch.Tensor, rotary: None, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.attention_norm(hidden)).view(len(hidden), -1, self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+
+class Gpt2(Decoder):
     """Implements GPT2LMHeadModel of transformers."""
 
-    deterministic = True
+    layer = _Layer
+    names = Names("transformer.wte", "transformer.h", "transformer.ln_f")
     harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
     understands = ("sliding_window", "use_sliding_window", "layer_types", "scale_attn_weights",
                    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
@@ -76,44 +98,12 @@ class Gpt2:
             dtype=read_dtype(config),
         )
 
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
-        self.tokens = Embedding(weights, context, "transformer.wte.weight", spec.vocab_size, spec.hidden_size)
+    def make_entry(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.positions = Embedding(weights, context, "transformer.wpe.weight", spec.max_position_embeddings,
                                    spec.hidden_size)
-        self.layers = [_Layer(spec, weights, context, f"transformer.h.{index}", index)
-                       for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, context, "transformer.ln_f", spec.hidden_size, spec.norm_epsilon)
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, spec.hidden_size,
-                         tied_to=self.tokens if spec.tie_word_embeddings else None)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.tokens(token_ids)
+    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
+        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        hidden = hidden + self.positions(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, attention)
-        return self.norm(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
-
-
-class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.attention_norm = LayerNorm(weights, context, f"{name}.ln_1", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.attn.c_attn"], size, spec.qkv_sizes, bias=True, transposed=True,
-                          split="columns")
-        self.out = Linear(weights, context, [f"{name}.attn.c_proj"], size, [size], bias=True, transposed=True,
-                          split="rows")
-        self.mlp_norm = LayerNorm(weights, context, f"{name}.ln_2", size, epsilon)
-        self.mlp = Mlp(weights, context, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", size, spec.intermediate_size,
-                       spec.activation, transposed=True)
-
-    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.attention_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, None))
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+    def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return hidden + self.positions(positions)

@@ -4,7 +4,7 @@ Source   "OPT: Open Pre-trained Transformer Language Models" (arXiv 2205.01068);
          OPTForCausalLM.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..weights.json_file import Fields
 from ..weights.source import Weights
+from .decoder import Decoder, Names
 from .spec import ModelSpec
 from .spec_reading import (
     MAX_HEADS,
@@ -57,10 +58,40 @@ class OptSpec(ModelSpec):
         return ModelSpec.num_weights.fget(self) + tables + maps + POSITION_OFFSET * self.hidden_size
 
 
-class Opt:
+def _norm(spec: OptSpec, weights: Weights, context: LayerContext, name: str) -> LayerNorm:
+    return LayerNorm(weights, context, name, spec.hidden_size, spec.norm_epsilon, bias=spec.norms_have_weights,
+                     weight=spec.norms_have_weights)
+
+
+class _Layer:
+    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
+        self.norms_first, size = spec.norms_first, spec.hidden_size
+        self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
+                          bias=spec.qkv_bias, split="columns")
+        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], size, [size], bias=spec.out_bias,
+                          split="rows")
+        self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
+        self.mlp = Mlp(weights, context, f"{name}.fc1", f"{name}.fc2", size, spec.intermediate_size, spec.activation,
+                       bias=spec.mlp_bias)
+
+    def __call__(self, hidden: torch.Tensor, rotary: None, attention: Attention) -> torch.Tensor:
+        qkv = self.qkv(self.attention_norm(hidden) if self.norms_first else hidden).view(len(hidden), -1,
+                                                                                         self.head_size)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)
+        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
+        if self.norms_first:
+            return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+        hidden = self.attention_norm(hidden)
+        return self.mlp_norm(self.mlp.add_to(hidden, hidden))
+
+
+class Opt(Decoder):
     """Implements OPTForCausalLM of transformers."""
 
-    deterministic = True
+    layer = _Layer
+    names = Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm")
     harmless_tensors = ()
     understands = ("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine")
 
@@ -98,62 +129,32 @@ class Opt:
             has_last_norm=norms_first and not config.flag("_remove_final_layer_norm", False),
             norms_have_weights=config.flag("layer_norm_elementwise_affine", True))
 
-    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext) -> None:
-        name = "model.decoder"
-        size, inner = spec.hidden_size, spec.embedding_size
-        self.tokens = Embedding(weights, context, f"{name}.embed_tokens.weight", spec.vocab_size, inner)
-        self.positions = Embedding(weights, context, f"{name}.embed_positions.weight", spec.max_position_embeddings,
-                                   size, first_row=POSITION_OFFSET)
-        self.project_in = self.project_out = self.norm = None
+    def make_embedding(self, spec: OptSpec, weights: Weights, context: LayerContext) -> Embedding:
+        return super().make_embedding(replace(spec, hidden_size=spec.embedding_size), weights, context)
+
+    def make_entry(self, spec: OptSpec, weights: Weights, context: LayerContext) -> None:
+        size, inner, self.project_in = spec.hidden_size, spec.embedding_size, None
+        self.positions = Embedding(weights, context, "model.decoder.embed_positions.weight",
+                                   spec.max_position_embeddings, size, first_row=POSITION_OFFSET)
         if inner != size:
-            self.project_in = Linear(weights, context, [f"{name}.project_in"], inner, [size])
-            self.project_out = Linear(weights, context, [f"{name}.project_out"], size, [inner])
-        self.layers = [_Layer(spec, weights, context, f"{name}.layers.{index}", index)
-                       for index in range(spec.num_layers)]
-        if spec.has_last_norm:
-            self.norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
-        self.head = Head(weights, context, "lm_head.weight", spec.vocab_size, inner,
-                         tied_to=self.tokens if spec.tie_word_embeddings else None)
+            self.project_in = Linear(weights, context, ["model.decoder.project_in"], inner, [size])
+
+    def make_norm(self, spec: OptSpec, weights: Weights, context: LayerContext) -> LayerNorm | None:
+        return _norm(spec, weights, context, self.names.norm) if spec.has_last_norm else None
+
+    def make_head(self, spec: OptSpec, weights: Weights, context: LayerContext) -> Head:
+        size, inner, self.project_out = spec.hidden_size, spec.embedding_size, None
+        if inner != size:
+            self.project_out = Linear(weights, context, ["model.decoder.project_out"], size, [inner])
+        return super().make_head(replace(spec, hidden_size=inner), weights, context)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, mapped to the hidden size. Rows of a prompt-tuning table must have the hidden size."""
-        rows = self.tokens(token_ids)
+        rows = self.embedding(token_ids)
         return rows if self.project_in is None else self.project_in(rows)
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        hidden = hidden + self.positions(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, attention)
-        return hidden if self.norm is None else self.norm(hidden)
+    def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return hidden + self.positions(positions)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden if self.project_out is None else self.project_out(hidden))
-
-
-class _Layer:
-    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
-        self.norms_first, size = spec.norms_first, spec.hidden_size
-        self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns")
-        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], size, [size], bias=spec.out_bias,
-                          split="rows")
-        self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
-        self.mlp = Mlp(weights, context, f"{name}.fc1", f"{name}.fc2", size, spec.intermediate_size, spec.activation,
-                       bias=spec.mlp_bias)
-
-    def __call__(self, hidden: torch.Tensor, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.attention_norm(hidden) if self.norms_first else hidden).view(len(hidden), -1,
-                                                                                         self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, None))
-        if self.norms_first:
-            return self.mlp.add_to(hidden, self.mlp_norm(hidden))
-        hidden = self.attention_norm(hidden)
-        return self.mlp_norm(self.mlp.add_to(hidden, hidden))
-
-
-def _norm(spec: OptSpec, weights: Weights, context: LayerContext, name: str) -> LayerNorm:
-    return LayerNorm(weights, context, name, spec.hidden_size, spec.norm_epsilon, bias=spec.norms_have_weights,
-                     weight=spec.norms_have_weights)

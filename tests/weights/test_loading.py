@@ -104,7 +104,7 @@ def test_dummy_weights_are_what_every_family_asks_for(checkpoint):
     loaded = load_model(checkpoint.folder, device="cpu", load_format="dummy")
     with torch.inference_mode():
         assert torch.equal(loaded.model.logits(torch.eye(8)[:2]),
-                           torch.nn.functional.linear(torch.eye(8)[:2], loaded.model.tokens.weight))
+                           torch.nn.functional.linear(torch.eye(8)[:2], loaded.model.embedding.weight))
 
 
 @pytest.mark.parametrize("options, word", [
