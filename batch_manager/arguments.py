@@ -90,6 +90,11 @@ class EngineArguments:
         object.__setattr__(self, "terminate_req_id", last_id)
         object.__setattr__(self, "max_draft_tokens", 0)
 
+    @property
+    def is_static(self) -> bool:
+        """Whether requests run in static batches."""
+        return self.model_type is TrtGptModelType.V1
+
     def digest(self) -> str:
         """Return 64 hexadecimal digits, equal in all processes for equal values. A path counts by its text."""
         path = None if self.model_path is None else os.fspath(self.model_path)

@@ -1,4 +1,4 @@
-"""The user's configuration, and `resolve_limits`, which computes the engine's limits from it.
+"""The user's configuration, and the limits of the engine, which options.py computes from it.
 
 The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_case. `None` means that the engine
 chooses the value.
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from .errors import ConfigError, counted
+from .errors import ConfigError
 from .names import ContextChunkingPolicy, SchedulerPolicy
 from .option_values import check_flag, plain_integer, plain_number, put_count, put_seconds, shown_option
-from .seams import BackendInfo, Clock, ModelBackend
+from .seams import Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -384,49 +384,3 @@ class Limits:
     def window_depth(self) -> int:
         """The maximum number of steps in flight at a time."""
         return 2 if self.runs_ahead else self.num_micro_batches
-
-
-def resolve_limits(params: TrtGptModelOptionalParams, info: BackendInfo, max_beam_width: int,
-                   scheduler_policy: SchedulerPolicy) -> Limits:
-    """Resolve the options that are None, within the limits of the backend.
-
-    Raises ConfigError when the options contradict the backend.
-    """
-    max_seq_len = info.max_seq_len if params.max_seq_len is None else params.max_seq_len
-    if max_seq_len > info.max_seq_len:
-        raise ConfigError(f"max_seq_len is {max_seq_len:,}",
-                          f"the model has positions for {counted(info.max_seq_len, 'token')}",
-                          f"set max_seq_len to at most {info.max_seq_len:,}, or leave it unset")
-    if params.enable_chunked_context and params.max_num_tokens < info.tokens_per_block:
-        raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{counted(info.tokens_per_block, 'token')}",
-                          f"expected at least {info.tokens_per_block}, because every context chunk but the last is a "
-                          "whole number of blocks",
-                          "raise max_num_tokens or lower tokens_per_block")
-    if (scheduler_policy is SchedulerPolicy.MAX_UTILIZATION and not params.enable_chunked_context
-            and params.max_num_tokens < min(info.tokens_per_block, max_seq_len)):
-        raise ConfigError(f"max_num_tokens is {params.max_num_tokens} and a KV cache block holds "
-                          f"{counted(info.tokens_per_block, 'token')}",
-                          f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
-                          "no longer fits one step is recomputed in whole blocks",
-                          "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
-    num_micro_batches = 2 if params.enable_trt_overlap else 1
-    unbounded = params.max_num_sequences == -1
-    max_num_sequences = params.max_batch_size if params.max_num_sequences is None else params.max_num_sequences
-    return Limits(
-        max_batch_size=params.max_batch_size,
-        max_num_tokens=params.max_num_tokens,
-        max_seq_len=max_seq_len,
-        max_beam_width=max_beam_width,
-        max_num_requests=params.max_batch_size * num_micro_batches,
-        num_micro_batches=num_micro_batches,
-        max_num_sequences=max_num_sequences,
-        unbounded_sequences=unbounded,
-        vocab_size=info.vocab_size,
-        hidden_size=info.hidden_size,
-        num_blocks=info.num_blocks,
-        tokens_per_block=info.tokens_per_block,
-        enable_chunked_context=params.enable_chunked_context,
-        context_chunking_policy=params.context_chunking_policy,
-        scheduler_policy=scheduler_policy,
-    )

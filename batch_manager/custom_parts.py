@@ -14,7 +14,6 @@ from .kv.kv_cache_manager import KvCacheManager
 from .sampling_config import PARAMETERS
 from .scheduling import capacity, micro_batch, simple
 from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
-from .scheduling.policies import make_scheduler
 from .scheduling.simple import SimpleScheduler
 from .seams import ModelBackend
 
@@ -159,14 +158,12 @@ def _check_stage(stage: Any) -> None:
                           "correct `reads`, or read the value from the setup that the engine passes to set_up")
 
 
-def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Return the scheduler in `Parts.scheduler`, as a complete scheduler (`_with_defaults`).
-
-    If `part` is None, returns the scheduler of the policy in `limits`.
+def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager,
+                     default: SimpleScheduler) -> RequestScheduler:
+    """Return the scheduler in `Parts.scheduler`, as a complete scheduler (`_with_defaults`); `default` if it is None.
 
     Raises ConfigError if the part is neither a scheduler nor a factory of a scheduler.
     """
-    default = make_scheduler(limits, kv_cache_manager)
     if part is None:
         return default
     scheduler = _with_defaults(part, default)

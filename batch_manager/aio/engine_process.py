@@ -24,9 +24,8 @@ from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
-from ..names import TrtGptModelType
 from ..one_shot_event import OneShotEvent, check_drain, checked_timeout
-from ..requests.admission import Admission
+from ..options import make_admission
 from ..requests.inference_request import InferenceRequest
 from ..thread_stack import start_with_enough_stack
 from .messages import Beat, End, Ended, Logged, NotStarted, Record, Requests, Responses, Start, Started, Wire
@@ -69,13 +68,7 @@ class EngineProcess:
                 raise answer.error
             self._info = answer.info
             # The engine process counts the blocks: it knows its cache.
-            self._admission = Admission(
-                answer.limits, max_request_bytes=params.max_request_bytes,
-                gather_context_logits=params.gather_context_logits,
-                gather_generation_logits=params.gather_generation_logits,
-                exclude_input_in_output=arguments.exclude_input_in_output,
-                static_batching=arguments.model_type is TrtGptModelType.V1, blocks_of=lambda _: 0,
-                logits_post_processor_batched=parts.logits_post_processor_batched).for_other_threads()
+            self._admission = make_admission(arguments, parts, answer.limits, lambda _: 0).for_other_threads()
             weakref.finalize(self, link.ask_to_abort).atexit = False
             list_worker(link)
             start_with_enough_stack(link.worker)

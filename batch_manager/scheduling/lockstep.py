@@ -1,11 +1,8 @@
 """The scheduler of static batches (TrtGptModelType.V1)."""
 
-from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
 from .capacity import StaticBatchScheduler
-from .interfaces import RequestList, RequestScheduler
-from .micro_batch import TokenBudgetScheduler
-from .simple import SimpleScheduler
+from .interfaces import RequestList
 
 
 class LockstepScheduler(StaticBatchScheduler):
@@ -36,9 +33,3 @@ class LockstepScheduler(StaticBatchScheduler):
                 alike.append(request)
                 prompt, output = longest
         return alike
-
-
-def make_static_batch_scheduler(limits: Limits, kv_cache_manager: KvCacheManager) -> RequestScheduler:
-    """Make the scheduler of static batches. max_batch_size bounds a padded step; max_num_tokens does not."""
-    return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
-                           TokenBudgetScheduler(limits.max_batch_size))

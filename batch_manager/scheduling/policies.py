@@ -1,4 +1,4 @@
-"""Makes the scheduler for a policy."""
+"""Makes the schedulers of the package: one for each policy, and that of static batches."""
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
@@ -7,6 +7,7 @@ from ..names import SchedulerPolicy
 from .capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from .chunking import DIVISIONS, ContextChunking
 from .interfaces import MicroBatchScheduler
+from .lockstep import LockstepScheduler
 from .micro_batch import EvenMicroBatches, TokenBudgetScheduler
 from .simple import SimpleScheduler
 
@@ -17,8 +18,11 @@ CAPACITY_SCHEDULERS = {
 
 
 def make_scheduler(limits: Limits, kv_cache_manager: KvCacheManager,
-                   peft_cache_manager: PeftCacheManager | None = None) -> SimpleScheduler:
-    """Make the scheduler that `limits` describes."""
+                   peft_cache_manager: PeftCacheManager | None = None, *, is_static: bool = False) -> SimpleScheduler:
+    """Make the scheduler that `limits` describes; for static batches, which max_batch_size alone bounds, their own."""
+    if is_static:
+        return SimpleScheduler(LockstepScheduler(limits.max_num_requests, kv_cache_manager, limits.max_seq_len),
+                               TokenBudgetScheduler(limits.max_batch_size))
     capacity = CAPACITY_SCHEDULERS[limits.scheduler_policy](
         limits.max_num_requests, kv_cache_manager, peft_cache_manager=peft_cache_manager)
     chunking = None

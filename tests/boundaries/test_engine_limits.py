@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from batch_manager import InferenceRequest, SchedulerPolicy, TrtGptModelType
-from batch_manager.config import TrtGptModelOptionalParams, resolve_limits
+from batch_manager.arguments import EngineArguments
+from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError, counted
+from batch_manager.options import resolve_limits
 
 AT = pytest.mark.parametrize("beside", [-1, 0, 1])
 POLICIES = pytest.mark.parametrize("policy", list(SchedulerPolicy))
@@ -67,10 +69,10 @@ def test_max_seq_len_is_at_most_the_models(make_world, beside):
     info = make_world(backend={"max_seq_len": 32}).backend.info
     params = TrtGptModelOptionalParams(max_seq_len=32 + beside)
     if beside <= 0:
-        assert resolve_limits(params, info, 1, SchedulerPolicy.MAX_UTILIZATION).max_seq_len == 32 + beside
+        assert resolve_limits(EngineArguments(optional_params=params), info).max_seq_len == 32 + beside
         return
     with pytest.raises(ConfigError, match="max_seq_len is 33; the model has positions for 32 tokens"):
-        resolve_limits(params, info, 1, SchedulerPolicy.MAX_UTILIZATION)
+        resolve_limits(EngineArguments(optional_params=params), info)
 
 
 @AT
@@ -78,12 +80,13 @@ def test_max_seq_len_is_at_most_the_models(make_world, beside):
     ({"enable_chunked_context": True}, SchedulerPolicy.GUARANTEED_NO_EVICT), ({}, SchedulerPolicy.MAX_UTILIZATION)])
 def test_a_step_holds_a_block_where_it_must(make_world, options, policy, beside):
     info = make_world(backend={"tokens_per_block": 8}).backend.info
-    params = TrtGptModelOptionalParams(max_num_tokens=8 + beside, **options)
+    arguments = EngineArguments(
+        scheduler_policy=policy, optional_params=TrtGptModelOptionalParams(max_num_tokens=8 + beside, **options))
     if beside >= 0:
-        assert resolve_limits(params, info, 1, policy).max_num_tokens == 8 + beside
+        assert resolve_limits(arguments, info).max_num_tokens == 8 + beside
         return
     with pytest.raises(ConfigError, match="max_num_tokens is 7 and a KV cache block holds 8 tokens"):
-        resolve_limits(params, info, 1, policy)
+        resolve_limits(arguments, info)
 
 
 @AT

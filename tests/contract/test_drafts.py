@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from batch_manager import build
+from batch_manager import options
 from batch_manager.kv.audit import audit
 from batch_manager.names import SchedulerPolicy
 
@@ -18,8 +18,8 @@ MOST = 4
 @pytest.fixture
 def drafting_world(make_world, monkeypatch):
     """Return make_world, whose engines now accept up to MOST draft tokens for a sequence in each step."""
-    resolve = build.resolve_limits
-    monkeypatch.setattr(build, "resolve_limits",
+    resolve = options.resolve_limits
+    monkeypatch.setattr(options, "resolve_limits",
                         lambda *given: replace(resolve(*given), max_draft_tokens=MOST))
     return make_world
 
