@@ -99,11 +99,11 @@ def _make_backend(arguments: EngineArguments, parts: Parts) -> ModelBackend:
     if arguments.model_path is None:
         raise ConfigError("model_path is None", "expected a path, because Parts.backend is not set",
                           "pass the folder of a Hugging Face checkpoint or a .gguf file, or parts=Parts(backend=...)")
-    from .runtime import layouts
+    from .runtime import packing
     from .runtime.native_backend import build_native_backend
 
-    layout = {TrtGptModelType.V1: layouts.padded, TrtGptModelType.InflightBatching: layouts.split,
-              TrtGptModelType.InflightFusedBatching: layouts.fused}[arguments.model_type]
+    layout = {TrtGptModelType.V1: packing.padded, TrtGptModelType.InflightBatching: packing.split,
+              TrtGptModelType.InflightFusedBatching: packing.packed}[arguments.model_type]
     num_slots = params.max_num_sequences
     if num_slots is None or num_slots <= 0:
         num_slots = params.max_batch_size

@@ -270,7 +270,7 @@ class ScheduledBatch:
                           been read, but the device runs it only once; `new_operations` returns those not run yet
     first_operation       number of operations[0], counted over the life of the engine
     num_padded_rows       rows for generation in a padded layout: one for each member of a static batch, also for
-                          finished members; 0: one for each generating sequence. Other layouts ignore the number
+                          finished members; 0: one for each generating sequence. Other schemes ignore the number
     max_beam_width        rows of the block tables per slot; the same in every batch
 
     When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. A failed run must

@@ -1,6 +1,6 @@
 """The two ways in which requests share steps: in-flight batching, and static batches (TrtGptModelType.V1).
 
-scheduling/lockstep.py schedules static batches. runtime/layouts.py has the padded layout of their steps.
+scheduling/lockstep.py schedules static batches. runtime/packing.py has the padded layout of their steps.
 """
 
 from collections.abc import Sequence

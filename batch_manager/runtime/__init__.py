@@ -3,6 +3,6 @@
 Owns     the KV cache pool, the block tables, packing, memory planning, the threads of a step; the device (device/) and
          the forms of a step (forms/); the package's implementation of seams.ModelBackend
 Not      requests; block accounting; scheduling; what a model computes (models); how a token is sampled (decoding)
-Yours    another layout of a batch goes into layouts.py; another backend is a separate file that implements
+Yours    another layout of a batch goes into packing.py; another backend is a separate file that implements
          seams.ModelBackend. Nothing is imported here, so that scripted_backend works without torch
 """

@@ -6,10 +6,13 @@ after a sequence's last token by zero, and these entries must be finite.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ..errors import InsufficientMemoryError, counted
+from ..handover import BlockClear, BlockCopy
 from ..models.spec import ModelSpec
 from ..triton_kernels.cpu.large_pages import allocate
 from .device.running import is_out_of_memory, pinned
@@ -75,6 +78,20 @@ def pinned_pieces(num_blocks: int, block_bytes: int) -> list[int]:
 def clear_block(pool: torch.Tensor, block_id: int, first_token: int = 0) -> None:
     """Zero a block from token `first_token` on."""
     pool[block_id, :, :, :, first_token:].zero_()
+
+
+def block_operations(pool: torch.Tensor, host_pool: Sequence[torch.Tensor]
+                     ) -> dict[type, Callable[[Any], None]]:
+    """Return type -> handler of the operations on blocks of the two pools, see operations.py."""
+
+    def copy(operation: BlockCopy) -> None:                # a block is contiguous, so the copy allocates nothing
+        source = host_pool if operation.from_host else pool
+        destination = host_pool if operation.to_host else pool
+        destination[operation.destination].copy_(source[operation.source], non_blocking=True)
+
+    def clear(operation: BlockClear) -> None:
+        clear_block(pool, operation.block_id, operation.first_token)
+    return {BlockCopy: copy, BlockClear: clear}
 
 
 def _block_shape(spec: ModelSpec, tokens_per_block: int) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from .device.running import Uploads
 from .forms.compiled.forward import CompiledStep
 from .forms.fixed.fused import FusedStep
 from .forms.packed.forwards import forward_padded
-from .layouts import ModelCall
 from .model_check import CheckedModel
+from .packing import ModelCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,8 @@ from ..decoding.sampled_step import UNUSABLE, SampledStep
 from ..errors import ConfigError, InsufficientMemoryError, counted, type_name
 from ..handover import (
     NO_UPDATES,
-    AdapterLoad,
-    BlockClear,
-    BlockCopy,
     BlockTableUpdates,
     ContextWork,
-    DeviceOperation,
     GenerationWork,
     ScheduledBatch,
     SlotSetup,
@@ -44,7 +40,7 @@ from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.decode_work_list import MIN_PAGES_PER_PART
 from ..triton_kernels.dispatch import use_triton
 from ..triton_kernels.sample_scratch import scratch_bytes
-from . import layouts
+from . import packing
 from .block_tables import BlockTables
 from .device.devices import device_name, num_multiprocessors, resolve_device
 from .device.memory import free_memory, release_memory
@@ -65,11 +61,11 @@ from .forms.fixed.making import WrongStepError, make_fused_step
 from .forms.fixed.shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
 from .forms.graph.check import difference_of_graphs
 from .forms.graph.form import WITHOUT_GRAPHS, obstacle_to_graphs
-from .kv_pool import block_bytes, clear_block, make_host_pool, make_kv_pool
-from .layouts import Layout
+from .kv_pool import block_bytes, block_operations, clear_block, make_host_pool, make_kv_pool
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
-from .packing import slots_not_finite
+from .operations import Operations
+from .packing import Divide, slots_not_finite
 from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
 from .thread_count import compute_threads, has_openmp, require_openmp
 
@@ -79,7 +75,7 @@ FLOAT32_BYTES = 4
 SLOT_BYTES = 64                    # lower bound of a slot's state on the host, without its block table
 
 
-def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Layout,
+def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
                          num_slots: int, max_beam_width: int = 1,
                          attention_factory: Callable[..., Attention] | None = None,
                          is_engine_thread: Callable[..., bool] = lambda thread: False,
@@ -87,7 +83,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                          ) -> "NativeBackend":
     """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
 
-    layout              a function of layouts.py, which divides a step into calls of the model
+    layout              a function of packing.py, which divides a step into calls of the model
     num_slots           number of sequences to allocate state for; the state grows if more arrive
     max_beam_width      largest number of beams of a sequence
     attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows: in each layer, the
@@ -132,7 +128,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             f"the model has positions for {counted(spec.max_position_embeddings, 'token')}",
             f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
     # max_num_tokens does not limit padded calls. A step that does not fit into memory all the same is bisected.
-    step_tokens = params.max_batch_size * max_seq_len if layout is layouts.padded else params.max_num_tokens
+    step_tokens = params.max_batch_size * max_seq_len if layout is packing.padded else params.max_num_tokens
     one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
     windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
                                       kv.sink_token_length, max_seq_len)
@@ -145,7 +141,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     graph_sizes = NO_SIZES
     if not not_captured:                        # graphs keep the memory of their steps
         most_rows = graph_rows(num_slots)[-1]
-        if layout is layouts.fused:
+        if layout is packing.packed:
             graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
         set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
                                 processors)
@@ -265,7 +261,7 @@ class NativeBackend:
                        captures, see shapes.py
     """
 
-    def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Layout, num_slots: int,
+    def __init__(self, loaded: LoadedModel, attention: Attention, pool: torch.Tensor, *, layout: Divide, num_slots: int,
                  max_seq_len: int, max_beam_width: int = 1, windows: Sequence[int | None] = (None,),
                  sink_tokens: int = 0, host_pool: Sequence[torch.Tensor] = (), num_threads: int | None = None,
                  is_engine_thread: Callable[..., bool] = lambda thread: False,
@@ -285,15 +281,15 @@ class NativeBackend:
         self._host_bytes = 0
         if device.type == "cpu":
             self._host_bytes, self._pinned_bytes = loaded.weight_bytes + pool.nbytes + self._pinned_bytes, 0
-        self._layout: Layout | None = layout
-        self._num_operations = 0                  # device operations done so far
-        self._pool, self._host_pool = pool, host_pool
+        self._layout: Divide | None = layout
+        self._operations = Operations(block_operations(pool, host_pool))
+        self._pool = pool
         self._uploads, self._readbacks, self._own_stages = Uploads(device), Readbacks(device), tuple(own_stages)
         self._allocated = AllocatedMemory(device)
         # On the default stream, steps and other GPU work of the process would wait for each other.
         self._stream = make_stream(device)
         # Padding rows of plain steps use one extra slot.
-        is_plain = layout is not layouts.padded and can_bind(attention)
+        is_plain = layout is not packing.padded and can_bind(attention)
         max_blocks = -(-max_seq_len // tokens_per_block)
         self._tables = BlockTables(num_slots, max_blocks,
                                    copied=(num_slots * max_beam_width, max_blocks) if is_plain else None)
@@ -327,9 +323,7 @@ class NativeBackend:
             if batch.context or batch.block_table_updates is not NO_UPDATES:
                 self._tables.update(batch)
             if batch.operations:
-                for operation in batch.new_operations(self._num_operations):
-                    self._carry_out(operation)
-                    self._num_operations += 1
+                self._operations.carry_out(batch)
             if batch.context:
                 self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
             if self._plain_steps is not None and self._plain_steps.serves(batch):
@@ -340,17 +334,6 @@ class NativeBackend:
             calls = [self._runner.run(call, self._decoder.state, input_tokens)
                      for call in self._layout(batch, self._tables, self.info.tokens_per_block)]
             return self._sample(batch, calls)
-
-    def _carry_out(self, operation: DeviceOperation) -> None:
-        match operation:
-            case BlockCopy():                         # a block is contiguous, so the copy allocates nothing
-                source = self._host_pool if operation.from_host else self._pool
-                destination = self._host_pool if operation.to_host else self._pool
-                destination[operation.destination].copy_(source[operation.source], non_blocking=True)
-            case BlockClear():
-                clear_block(self._pool, operation.block_id, operation.first_token)
-            case AdapterLoad():
-                raise NotImplementedError("this version does not support adapters yet")
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(gpu=self._allocated.num_bytes(), cpu=self._host_bytes,
@@ -375,7 +358,7 @@ class NativeBackend:
             finish_stream(self._stream)               # freed memory may be reused at once
             release_helpers(self)
             self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
-            self._host_pool = ()
+            self._operations = None
             self._uploads, self._readbacks = Uploads(self._device), Readbacks(self._device)
             self._host_bytes = self._pinned_bytes = 0
             release_memory(self._device)
@@ -507,7 +490,7 @@ class NativeBackend:
                 self._runner.compiled = compile_step(loaded, spec, self._runner.attention, self._pool,
                                                      self.info.sink_tokens, threads)
             log.info("steps run as compiled code on at most %d threads; torch runs the rest of a step", threads)
-            if self._layout is not layouts.padded:       # padded calls run in torch
+            if self._layout is not packing.padded:       # padded calls run in torch
                 self.info = dataclasses.replace(self.info, dispatch="compiled")
                 if has_openmp():
                     # The rest is little work, and idle threads of torch would spin on the cores of the compiled step.

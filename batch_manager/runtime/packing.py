@@ -1,9 +1,17 @@
 """Packs a `ScheduledBatch` into a `PackedStep`: all tokens of a step in one list of rows, contexts first.
 
-A padded call of the model also has a `PackedStep`. `Padding` gives, for each packed token, its row in the padded
-call.
+A step is divided into calls of the model by one of three functions:
+
+    packed   one packed call
+    split    a call for the contexts, then a call for the generation rows
+    padded   the calls of split, with padding. Contexts are padded to the longest one. The generation call has one row
+             for each member of the static batch, and the row of a finished member is padding
+
+Except for rounding, the result of a row does not depend on the function. A padded call of the model also has a
+`PackedStep`. `Padding` gives, for each packed token, its row in the padded call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +32,44 @@ class Padding:
 
     rows: np.ndarray
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One call of the model.
+
+    padding      where each packed token is in the padded call; None: the call is packed
+    embeddings   [v, hidden size] float32: embeddings of the call's v prompt-tuning tokens, in order; None: no such
+                 tokens
+    """
+
+    step: PackedStep
+    padding: Padding | None = None
+    embeddings: np.ndarray | None = None
+
+
+# (batch, block tables, tokens per block) -> the calls of the model
+Divide = Callable[[ScheduledBatch, BlockTables, int], list[ModelCall]]
+
+
+def packed(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
+    """Return one packed call with all tokens of the batch."""
+    embeddings = prompt_tuning_embeddings(batch.context) if batch.context else None
+    return [ModelCall(pack(batch, tables, tokens_per_block), embeddings=embeddings)]
+
+
+def split(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
+    """Return a packed model call for the contexts, then one for the generation rows. Empty calls are left out."""
+    if not (batch.context and len(batch.generation)):
+        return packed(batch, tables, tokens_per_block)
+    parts = (replace(batch, generation=NO_GENERATION), replace(batch, context=()))
+    return [call for part in parts for call in packed(part, tables, tokens_per_block)]
+
+
+def padded(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
+    """Return a padded model call for the contexts, then one for the generation rows. Empty calls are left out."""
+    return [replace(call, padding=padding(call.step, batch.num_padded_rows * batch.generation.beam_width))
+            for call in split(batch, tables, tokens_per_block)]
 
 
 def padding(step: PackedStep, num_generation_rows: int) -> Padding | None:

@@ -25,7 +25,7 @@ from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
-from ..runtime import layouts
+from ..runtime import packing
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
 from ..runtime.forms.compiled.making import obstacle_of_model, obstacle_to_compiling
@@ -124,7 +124,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "device": device if is_elsewhere else device_name(target),
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "not_compiled": obstacle,
-        "not_captured": "" if is_elsewhere else obstacle_to_graphs(params, target, layouts.fused, False),
+        "not_captured": "" if is_elsewhere else obstacle_to_graphs(params, target, packing.packed, False),
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),

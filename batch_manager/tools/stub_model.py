@@ -7,7 +7,7 @@ import torch
 
 from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
-from ..runtime import layouts
+from ..runtime import packing
 from ..runtime.forms.fixed.shapes import Shape, graph_rows
 from ..runtime.native_backend import NativeBackend
 from ..runtime.plain_steps import PlainSteps
@@ -106,7 +106,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
     pool = torch.zeros(num_blocks, 1, 2, 1, tokens_per_block, 1, dtype=torch.float32, device=device)
     loaded = LoadedModel(spec, StubModel(), 0, device, torch.float32)
     attention = BindableStubAttention(tokens_per_block) if replays else StubAttention()
-    backend = NativeBackend(loaded, attention, pool, layout=layouts.fused, num_slots=num_slots,
+    backend = NativeBackend(loaded, attention, pool, layout=packing.packed, num_slots=num_slots,
                             max_seq_len=max_seq_len)
     if replays:
         steps = backend._plain_steps

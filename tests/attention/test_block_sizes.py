@@ -15,7 +15,7 @@ from batch_manager.attention.interface import LayerAttention
 from batch_manager.config import BLOCK_SIZES, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.models.spec import ModelSpec
-from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime import native_backend, packing
 
 pytest.importorskip("triton", reason="triton is not installed")
 from batch_manager.triton_kernels import device_limits  # noqa: E402
@@ -103,7 +103,7 @@ def build(monkeypatch):
         native_backend.build_native_backend(
             "folder", TrtGptModelOptionalParams(
                 cuda_graphs=False, kv_cache_config=KvCacheConfig(tokens_per_block=size), **options),
-            layout=layouts.fused, num_slots=1, attention_factory=attention_factory)
+            layout=packing.packed, num_slots=1, attention_factory=attention_factory)
 
     made.loaded = loaded
     return made

@@ -22,7 +22,7 @@ import torch
 
 from batch_manager.config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import NativeBackend, build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.tools.command_parser import CommandParser
@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
         num_threads=options.threads, max_batch_size=largest,
         kv_cache_config=KvCacheConfig(tokens_per_block=options.tokens_per_block,
                                       max_tokens=blocks * options.tokens_per_block)),
-        layout=layouts.fused, num_slots=largest) for deterministic in (False, True)]
+        layout=packing.packed, num_slots=largest) for deterministic in (False, True)]
     setup = SlotSetup()
     if options.sample:
         setup = SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9), return_log_probs=True)

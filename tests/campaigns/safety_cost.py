@@ -217,7 +217,7 @@ def real_iteration_us() -> float:
 
     from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
     from batch_manager.handover import SlotSetup
-    from batch_manager.runtime import layouts
+    from batch_manager.runtime import packing
     from batch_manager.runtime.native_backend import build_native_backend
     from tests.benchmarks.deterministic import Sequences
 
@@ -227,7 +227,7 @@ def real_iteration_us() -> float:
         backend = build_native_backend(folder, TrtGptModelOptionalParams(
             device="cpu", dtype="bfloat16", load_format="dummy", max_batch_size=BATCH, max_seq_len=512,
             num_threads=1, kv_cache_config=KvCacheConfig(max_tokens=BATCH * 512)),
-            layout=layouts.fused, num_slots=BATCH)
+            layout=packing.packed, num_slots=BATCH)
     try:
         sequences = Sequences(backend, BATCH, 512, SlotSetup())
         sequences.run_context(context)

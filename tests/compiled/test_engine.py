@@ -22,14 +22,14 @@ from batch_manager import (
 from batch_manager.layers.linear import Linear
 from batch_manager.models import load_model
 from batch_manager.models.llama import Llama
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.forms.compiled import making as step_compilation
 from batch_manager.runtime.native_backend import build_native_backend
 
 MODEL = "examples/models/austen-4m"
 
 
-def backend(cpu_compile=None, factory=None, layout=layouts.fused, **options):
+def backend(cpu_compile=None, factory=None, layout=packing.packed, **options):
     kv = options.pop("kv_cache_config", KvCacheConfig(max_tokens=2048))
     params = TrtGptModelOptionalParams(cpu_compile=cpu_compile, kv_cache_config=kv, max_seq_len=128, device="cpu",
                                        **options)
@@ -123,7 +123,7 @@ def dummy_backend(folder, config, **options):
     (folder / "config.json").write_text(json.dumps(config))
     params = TrtGptModelOptionalParams(cpu_compile=True, load_format="dummy", device="cpu",
                                        kv_cache_config=KvCacheConfig(max_tokens=512), **options)
-    return build_native_backend(folder, params, layout=layouts.fused, num_slots=4)
+    return build_native_backend(folder, params, layout=packing.packed, num_slots=4)
 
 
 def test_a_model_with_slopes_is_compiled(tmp_path):

@@ -24,7 +24,7 @@ from batch_manager import (
 from batch_manager.clock import SystemClock
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.weights.json_file import Fields
@@ -34,7 +34,7 @@ from tests.harness.world import make_loop
 
 VOCAB = 211
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
-LAYOUTS = {"fused": layouts.fused, "split": layouts.split, "padded": layouts.padded}
+LAYOUTS = {"fused": packing.packed, "split": packing.split, "padded": packing.padded}
 
 # The configurations have widths that are no multiple of a vector, groups of one, two, three and four heads, and a long
 # inner sum, for which the product of a single row differs from that of several rows.
@@ -247,7 +247,7 @@ class Laboratory:
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
                 self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
-        self._backends[layout]._num_operations = 0
+        self._backends[layout]._operations.num_done = 0
         return self._backends[layout]
 
     def alone(self, ask: Ask) -> Outcome:

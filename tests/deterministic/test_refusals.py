@@ -7,13 +7,13 @@ from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.errors import ConfigError
 from batch_manager.models import registry
 from batch_manager.models.llama import Llama
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 
 
 def build(folder, attention_factory=None):
     params = TrtGptModelOptionalParams(deterministic=True, device="cpu")
-    return build_native_backend(folder, params, layout=layouts.fused, num_slots=4, attention_factory=attention_factory)
+    return build_native_backend(folder, params, layout=packing.packed, num_slots=4, attention_factory=attention_factory)
 
 
 def test_an_attention_of_ones_own(differential):

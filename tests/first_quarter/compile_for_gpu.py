@@ -24,7 +24,7 @@ import triton
 from torch.nn import functional
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime import native_backend, packing
 from batch_manager.runtime.forms.fixed import making as step_fusion
 from batch_manager.runtime.forms.fixed import shapes as graph_shapes
 from batch_manager.runtime.forms.graph import form as graphs
@@ -77,7 +77,7 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
             device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1, max_batch_size=rows, cpu_compile=False,
             enable_chunked_context=True,
             kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=64 * tokens_per_block)),
-            layout=layouts.fused, num_slots=rows)
+            layout=packing.packed, num_slots=rows)
 
 
 def check_kernels(dtype: torch.dtype, folder: Path) -> None:

@@ -16,7 +16,7 @@ from batch_manager import KvCacheConfig, TrtGptModelOptionalParams, TrtGptModelT
 from batch_manager.clock import SystemClock
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import generation_rows
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -94,7 +94,7 @@ def make_backend(scenario: RunAheadScenario, parent: Path, **options):
     params = TrtGptModelOptionalParams(
         dtype=scenario.dtype, device="cpu", deterministic=True, num_threads=1, max_batch_size=scenario.max_batch_size,
         max_seq_len=scenario.max_seq_len, kv_cache_config=kv)
-    layout = layouts.split if scenario.model_type is TrtGptModelType.InflightBatching else layouts.fused
+    layout = packing.split if scenario.model_type is TrtGptModelType.InflightBatching else packing.packed
     return build_native_backend(make_checkpoint(scenario.family, parent), params, layout=layout,
                                 num_slots=scenario.max_batch_size, max_beam_width=WIDEST)
 

@@ -25,7 +25,7 @@ from batch_manager.attention.interface import GenerationInputs, LayerAttention, 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.forms.fixed.fused import FusedStep
 from batch_manager.runtime.forms.fixed.making import compared_tokens, record_step
 from batch_manager.runtime.native_backend import build_native_backend
@@ -249,7 +249,7 @@ def main(folders, every_pair):
         params = TrtGptModelOptionalParams(
             device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1,
             kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK, max_tokens=MAX_PAGES * TOKENS_PER_BLOCK))
-        backend = build_native_backend(folder, params, layout=layouts.fused, num_slots=NUM_SLOTS,
+        backend = build_native_backend(folder, params, layout=packing.packed, num_slots=NUM_SLOTS,
                                        max_beam_width=MAX_BEAM_WIDTH)
         warm_up = dict(compiled)
         compiled.clear()

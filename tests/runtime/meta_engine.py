@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_manager.attention.interface import LayerAttention
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.runtime.device.running import Readbacks
 from batch_manager.runtime.model_runner import ModelRunner
@@ -162,7 +162,7 @@ class Engine:
         with copies_from_the_host() as copies:
             self.tables.update(batch)
             self.decoder.set_up((work.slot, work.setup) for work in batch.context)
-            (call,) = layouts.fused(batch, self.tables, SIZE)
+            (call,) = packing.packed(batch, self.tables, SIZE)
             input_tokens = None
             if batch.generation.beam_width > 1:
                 input_tokens = self.decoder.searches.input_tokens(batch.generation)

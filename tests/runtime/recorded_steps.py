@@ -20,7 +20,7 @@ from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import layouts, native_backend, plain_steps
+from batch_manager.runtime import native_backend, packing, plain_steps
 from batch_manager.runtime.forms.fixed import making as step_fusion
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, graph_rows
 from batch_manager.runtime.forms.graph import form as graphs
@@ -70,7 +70,7 @@ def make_steps(checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
     native_backend.obstacle_to_graphs = lambda *_: ""                       # only `replays` captures graphs
     capture, native_backend.NativeBackend.capture_graphs = (
         native_backend.NativeBackend.capture_graphs, lambda _, must: None)
-    backend = build_native_backend(checkpoint, params, layout=layouts.fused, num_slots=num_slots)
+    backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
     native_backend.NativeBackend.capture_graphs = capture
     backend._plain_steps.pad_to(graph_rows(num_slots))
     return backend, backend._plain_steps

@@ -18,7 +18,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 
 VOCAB, SIZE, BLOCKS, MAX_LENGTH = 160, 8, 40, 64
@@ -39,7 +39,7 @@ def mistral(tmp_path_factory):
     return folder, model
 
 
-def build(checkpoint, window=None, sink=0, *, layout=layouts.fused, **options):
+def build(checkpoint, window=None, sink=0, *, layout=packing.packed, **options):
     kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE, max_attention_window=window,
                        sink_token_length=sink)
     return build_native_backend(checkpoint[0], TrtGptModelOptionalParams(device="cpu", kv_cache_config=kv),
@@ -84,7 +84,7 @@ class Host:
         self.backend, self.window, self.sink, self.stale = backend, window, sink, stale
         self.free, self.held, self.lengths, self.tokens, self.left = list(range(BLOCKS)), {}, {}, {}, {}
         self.gone = []                                             # entries to reset with the next step
-        self.most_held, self.num_operations = 0, backend._num_operations
+        self.most_held, self.num_operations = 0, backend._operations.num_done
 
     def run(self, contexts=(), generate=()):
         """Run a step and store its tokens.
@@ -164,7 +164,7 @@ def test_alone_the_tokens_are_those_of_transformers_under_the_mask(checkpoint, w
             assert host.most_held <= -(-sink // SIZE) + -(-window // SIZE) + 2
 
 
-@pytest.mark.parametrize("layout", [layouts.fused, layouts.split, layouts.padded])
+@pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
 @pytest.mark.parametrize("stale", [True, False], ids=["stale entries", "entries of -1"])
 @pytest.mark.parametrize("sink", [0, 4, SIZE + 1])
 def test_batched_they_are_the_same(checkpoint, sink, stale, layout):

@@ -14,7 +14,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from tests.harness.gpu import GPU, needs_gpu
@@ -29,7 +29,7 @@ def backend(checkpoint, request):
     kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=PER_SEQUENCE * 5 * SIZE)
     backend = build_native_backend(
         checkpoint[0], TrtGptModelOptionalParams(kv_cache_config=kv, device=request.param, dtype="float32"),
-        layout=layouts.fused, num_slots=5)
+        layout=packing.packed, num_slots=5)
     yield backend
     backend.close()
 

@@ -14,7 +14,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 from tests.harness.gpu import GPU, needs_gpu, needs_real_gpu
 
@@ -28,7 +28,7 @@ def build(checkpoint, device="cpu", host_blocks=3):
                        host_cache_size=host_blocks * one_block)
     return build_native_backend(checkpoint[0], TrtGptModelOptionalParams(device=device, dtype="float32",
                                                                          kv_cache_config=kv),
-                                layout=layouts.fused, num_slots=4)
+                                layout=packing.packed, num_slots=4)
 
 
 def fill(backend):
@@ -40,7 +40,7 @@ def fill(backend):
 
 def carry_out(backend, *operations):
     """Run a step with these block operations. Its only sequence uses the last block."""
-    step_of_another(backend, operations, backend._num_operations)
+    step_of_another(backend, operations, backend._operations.num_done)
 
 
 def step_of_another(backend, operations, first_operation):
@@ -99,7 +99,7 @@ def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
         if tokens is not None:
             work = ContextWork(slot, tokens, length, True, SlotSetup())
             return backend.start(ScheduledBatch(0, context=(work,), block_table_updates=table, operations=operations,
-                                                first_operation=backend._num_operations)).finish().tokens[0]
+                                                first_operation=backend._operations.num_done)).finish().tokens[0]
         row = GenerationWork(np.array([slot], np.int32), np.array([length], np.int32))
         return backend.start(ScheduledBatch(0, generation=row, block_table_updates=table)).finish().tokens[0]
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.forms.fixed.inputs import SPARE_CHANGES
 from batch_manager.sampling_config import SamplingConfig
 
@@ -111,7 +111,7 @@ def test_planning_touches_no_tensor(monkeypatch):
     generation = GenerationWork(np.array([0], np.int32), np.array([3], np.int32))
     engine.tables.update(ScheduledBatch(
         0, block_table_updates=BlockTableUpdates(*np.zeros((3, 1), np.int32))))
-    (call,) = layouts.fused(ScheduledBatch(0, generation=generation), engine.tables, SIZE)
+    (call,) = packing.packed(ScheduledBatch(0, generation=generation), engine.tables, SIZE)
 
     class Nothing(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

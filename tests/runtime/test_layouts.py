@@ -7,7 +7,7 @@ import torch
 from batch_manager.attention.interface import PackedStep
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.runtime.forms.packed.forwards import PaddedAttention
 from batch_manager.runtime.native_backend import build_native_backend
@@ -37,14 +37,14 @@ def calls(layout, batch):
 
 
 def test_contexts_are_padded_to_the_longest_of_them():
-    (call,) = calls(layouts.padded, make(contexts=[2, 4, 1]))
+    (call,) = calls(packing.padded, make(contexts=[2, 4, 1]))
     assert call.padding.rows.tolist() == [0, 1, 4, 5, 6, 7, 8]
     assert call.padding.num_rows == 12
     assert call.padding.rows.dtype == np.int64
 
 
 def test_generation_is_padded_to_the_places_of_the_batch():
-    (call,) = calls(layouts.padded, make(rows=[3, 9], num_padded_rows=5))
+    (call,) = calls(packing.padded, make(rows=[3, 9], num_padded_rows=5))
     assert call.padding.rows.tolist() == [0, 1]
     assert call.padding.num_rows == 5
 
@@ -52,17 +52,17 @@ def test_generation_is_padded_to_the_places_of_the_batch():
 @pytest.mark.parametrize("batch", [make(contexts=[3, 3]), make(contexts=[5]), make(rows=[3, 9], num_padded_rows=2),
                                    make(rows=[3, 9])])
 def test_where_all_are_of_one_length_there_is_no_padding(batch):
-    assert [call.padding for call in calls(layouts.padded, batch)] == [None]
+    assert [call.padding for call in calls(packing.padded, batch)] == [None]
 
 
 def test_a_mixed_step_is_two_padded_calls():
-    first, second = calls(layouts.padded, make(contexts=[1, 2], rows=[3, 9]))
+    first, second = calls(packing.padded, make(contexts=[1, 2], rows=[3, 9]))
     assert (first.padding.num_rows, second.padding) == (4, None)
 
 
 def test_what_is_padded_is_packed_as_ever():
     for batch in (make(contexts=[2, 4, 1]), make(rows=[3, 9], num_padded_rows=5)):
-        (padded,), (packed,) = calls(layouts.padded, batch), calls(layouts.split, batch)
+        (padded,), (packed,) = calls(packing.padded, batch), calls(packing.split, batch)
         for name in PackedStep.__slots__:
             np.testing.assert_array_equal(getattr(padded.step, name), getattr(packed.step, name))
         assert packed.padding is None
@@ -89,7 +89,7 @@ def test_an_attention_sees_the_rows_of_tokens_alone_and_padding_gets_zeros():
 def test_padding_writes_nothing_to_the_cache(checkpoint):
     """The KV cache keeps its content bit by bit at every position for which the batch has no token."""
     params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=320))
-    backend = build_native_backend(checkpoint[0], params, layout=layouts.padded, num_slots=8)
+    backend = build_native_backend(checkpoint[0], params, layout=packing.padded, num_slots=8)
     mark = -12345.0
     with torch.inference_mode():
         backend._pool.fill_(mark)

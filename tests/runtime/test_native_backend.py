@@ -22,7 +22,7 @@ from batch_manager.handover import (
 )
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime import native_backend, packing
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS
 from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.native_backend import build_native_backend
@@ -34,7 +34,7 @@ from tests.harness.gpu import GPU, in_torch, needs_gpu
 
 VOCAB, SIZE, BLOCKS, PER_SEQUENCE = 160, 8, 40, 8
 GREEDY = SlotSetup()
-LAYOUTS = [layouts.fused, layouts.split, layouts.padded]
+LAYOUTS = [packing.packed, packing.split, packing.padded]
 
 
 def params(**changes):
@@ -42,7 +42,7 @@ def params(**changes):
     return TrtGptModelOptionalParams(**{"kv_cache_config": kv, "device": "cpu", **changes})
 
 
-def build(checkpoint, *, layout=layouts.fused, num_slots=5, **changes):
+def build(checkpoint, *, layout=packing.packed, num_slots=5, **changes):
     return build_native_backend(checkpoint[0], params(**changes), layout=layout, num_slots=num_slots)
 
 
@@ -276,7 +276,7 @@ def test_a_value_that_is_not_finite_in_one_sequences_blocks_fails_exactly_its_ro
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
     clears = tuple(map(BlockClear, blocks_of(1)))
     backend.start(dataclasses.replace(
-        step(rows=[(0, 9)]), operations=clears, first_operation=backend._num_operations)).finish()
+        step(rows=[(0, 9)]), operations=clears, first_operation=backend._operations.num_done)).finish()
     assert not backend._pool[blocks_of(1)].any() and backend._pool[blocks_of(0)].any()
     assert run(backend, [(1, prompts[1], 0, True, GREEDY)]).failures == {}
 
@@ -403,7 +403,7 @@ def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch)
     assert set_aside[1] - set_aside[0] == scratch_bytes(7, VOCAB, 4) + of_attention
 
 
-@pytest.mark.parametrize("layout, most_tokens", [(layouts.fused, 32 + 128), (layouts.split, 24)])
+@pytest.mark.parametrize("layout, most_tokens", [(packing.packed, 32 + 128), (packing.split, 24)])
 def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, layout, most_tokens):
     """All graphs use the memory of the largest one, which is that of a step with its tokens and rows of logits.
 
@@ -511,7 +511,7 @@ def test_a_model_that_cannot_run_a_step_is_refused_before_anything_starts(checkp
             raise fault
 
     with pytest.raises(ConfigError, match=type(fault).__name__) as raised:
-        build_native_backend(checkpoint[0], params(), layout=layouts.fused, num_slots=1,
+        build_native_backend(checkpoint[0], params(), layout=packing.packed, num_slots=1,
                              attention_factory=lambda *_: Attention())
     assert type(raised.value) is error and raised.value.__cause__ is fault
 
@@ -522,7 +522,7 @@ def test_a_model_that_is_not_finite_for_the_token_of_the_warm_up_is_made(checkpo
     with torch.no_grad():
         model.model.embed_tokens.weight[rows] = torch.nan
     model.save_pretrained(tmp_path)
-    backend = build_native_backend(tmp_path, params(), layout=layouts.fused, num_slots=5, max_beam_width=3)
+    backend = build_native_backend(tmp_path, params(), layout=packing.packed, num_slots=5, max_beam_width=3)
     for token, is_finite in tokens.items():
         output = run(backend, [(1, [token], 0, True, GREEDY)])
         assert (not output.failures) is is_finite
@@ -566,12 +566,12 @@ def test_hidden_states_may_be_float32_beside_other_weights_and_nobody_checks_a_l
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path):
     with pytest.raises(ModelLoadError):
-        build_native_backend(tmp_path, params(), layout=layouts.fused, num_slots=1)
+        build_native_backend(tmp_path, params(), layout=packing.packed, num_slots=1)
 
 
 def test_random_weights_need_no_weight_file(checkpoint, tmp_path):
     (tmp_path / "config.json").write_bytes((checkpoint[0] / "config.json").read_bytes())
-    backend = build_native_backend(tmp_path, params(load_format="dummy"), layout=layouts.fused, num_slots=2)
+    backend = build_native_backend(tmp_path, params(load_format="dummy"), layout=packing.packed, num_slots=2)
     assert len(alone(backend, [1, 2, 3], 4)) == 4
 
 
@@ -584,7 +584,7 @@ def test_another_attention_can_be_passed_in(checkpoint):
         made.append((spec.num_layers, tuple(kv_pool.shape)))
         return make_attention(spec, kv_pool)
 
-    build_native_backend(checkpoint[0], params(), layout=layouts.fused, num_slots=1, attention_factory=factory)
+    build_native_backend(checkpoint[0], params(), layout=packing.packed, num_slots=1, attention_factory=factory)
     assert made == [(3, (BLOCKS, 3, 2, 2, SIZE, 8))]
 
 
@@ -606,7 +606,7 @@ def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout, 
               SlotSetup(SamplingConfig(temperature=0.7, top_p=1.0, random_seed=2**64 - 1))]
     replayed = _check_on_a_gpu(checkpoint, layout, setups, monkeypatch)
     # The generation steps; with the layout `fused`, also the steps with contexts.
-    assert replayed == {layouts.fused: 10, layouts.split: 8, layouts.padded: 0}[layout]
+    assert replayed == {packing.packed: 10, packing.split: 8, packing.padded: 0}[layout]
 
 
 @pytest.mark.gpu
@@ -620,7 +620,7 @@ def test_on_a_gpu_features_do_what_they_do_on_the_cpu(checkpoint, monkeypatch):
     setups = [SlotSetup(SamplingConfig(**penalties), **others, prompt_length=9),
               SlotSetup(SamplingConfig(**penalties, **sampling), **others, prompt_length=20),
               SlotSetup(SamplingConfig(top_p=1.0, min_p=0.1), prompt_length=3)]
-    assert _check_on_a_gpu(checkpoint, layouts.fused, setups, monkeypatch) == 0
+    assert _check_on_a_gpu(checkpoint, packing.packed, setups, monkeypatch) == 0
 
 
 def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
@@ -651,7 +651,7 @@ def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
         expected = generated("cpu")
     results.append(generated(GPU, cuda_graphs=False))
     assert replays == []
-    if layout is not layouts.padded:
+    if layout is not packing.padded:
         results.append(generated(GPU, cuda_graphs=True))
     for result in results:
         assert expected.tokens == result.tokens
@@ -681,7 +681,7 @@ def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkp
         backend.start(batch)
 
     with torch.inference_mode():
-        (call,) = layouts.fused(batch, backend._tables, SIZE)
+        (call,) = packing.packed(batch, backend._tables, SIZE)
         result = backend._runner.run(call, backend._decoder.state)
         tokens = backend._runner.logits(result.hidden).argmax(-1).tolist()
     assert tokens[:drafts + 1] == expected[0][1:]

@@ -15,7 +15,7 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -48,7 +48,7 @@ class Schedule:
         self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
         self.window, self.sink, self.runs_twice = window, sink, True
         self.pauses = self.reruns = self.taken_back = self.followed = 0
-        self.num_operations = backend._num_operations
+        self.num_operations = backend._operations.num_done
 
     def run(self):
         while self.waiting or self.running:
@@ -251,7 +251,7 @@ def test_on_the_scripted_backend(seed):
 
 
 @MASKS
-@pytest.mark.parametrize("layout", [layouts.fused, layouts.split, layouts.padded])
+@pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
 def test_on_the_native_backend(checkpoint, layout, mask):
     kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE,
                        **dict(zip(("max_attention_window", "sink_token_length"), mask)))

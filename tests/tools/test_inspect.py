@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import batch_manager  # noqa: E402
 from batch_manager import ConfigError, InsufficientMemoryError, KvCacheConfig, TrtGptModelOptionalParams  # noqa: E402
 from batch_manager.models.loading import load_model  # noqa: E402
-from batch_manager.runtime import layouts  # noqa: E402
+from batch_manager.runtime import packing  # noqa: E402
 from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
 from batch_manager.tools.inspect import (  # noqa: E402
@@ -47,7 +47,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
     facts = inspect_model(path, device="cpu", dtype=dtype, max_seq_len=256)
     backend = build_native_backend(path, TrtGptModelOptionalParams(device="cpu", dtype=dtype, max_seq_len=256),
-                                   layout=layouts.fused, num_slots=TrtGptModelOptionalParams().max_batch_size)
+                                   layout=packing.packed, num_slots=TrtGptModelOptionalParams().max_batch_size)
     try:
         info = backend.info
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
@@ -73,7 +73,7 @@ def test_it_says_whose_class_computes(tmp_path, family, wanted, says):
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
     facts = inspect_model(tmp_path, device="cpu", model_implementation=wanted)
     params = TrtGptModelOptionalParams(device="cpu", model_implementation=wanted)
-    backend = build_native_backend(tmp_path, params, layout=layouts.fused, num_slots=params.max_batch_size)
+    backend = build_native_backend(tmp_path, params, layout=packing.packed, num_slots=params.max_batch_size)
     try:
         assert facts["model_implementation"] == backend.info.model_implementation == says
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu

@@ -20,16 +20,15 @@ from ....config import TrtGptModelOptionalParams
 from ....contained_log import log
 from ....errors import ConfigError
 from ....triton_kernels.dispatch import use_triton
-from ... import layouts
 from ...device.memory import used_memory
 from ...device.running import CapturedGraph, first_line
-from ...layouts import Layout
+from ...packing import Divide, padded
 from ..fixed.shapes import Shape
 
 WITHOUT_GRAPHS = "steps are launched without graphs: %s"        # the message of the log, with the reason
 
 
-def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool
+def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Divide, has_own_attention: bool
                        ) -> str:
     """Return why no graphs of plain steps (see inputs.py) will be captured; "": nothing is known to prevent it.
 
@@ -45,7 +44,7 @@ def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, 
     return obstacle
 
 
-def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Layout, has_own_attention: bool) -> str:
+def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Divide, has_own_attention: bool) -> str:
     if device.type != "cuda":
         return f"the device is {device}"
     if not use_triton(device):
@@ -54,7 +53,7 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: L
         return "deterministic is set"
     if has_own_attention:
         return "Parts.attention is set"
-    if layout is layouts.padded:
+    if layout is padded:
         return "TrtGptModelType.V1 pads steps to their static batch"
     return ""
 

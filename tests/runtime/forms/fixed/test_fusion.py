@@ -23,7 +23,7 @@ from batch_manager.layers.recording import LookedUp, NotRecordableError
 from batch_manager.layers.weight_form import PlainMatrix
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime import layouts, native_backend
+from batch_manager.runtime import native_backend, packing
 from batch_manager.runtime.device.running import Uploads
 from batch_manager.runtime.forms.comparison import first_step
 from batch_manager.runtime.forms.fixed import making as step_fusion
@@ -413,7 +413,7 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level,
         Path(__file__).parents[4] / "examples" / "models" / "austen-4m",
         TrtGptModelOptionalParams(device="cpu", cpu_compile=False, max_seq_len=64,
                                   kv_cache_config=KvCacheConfig(max_tokens=512)),
-        layout=layouts.fused, num_slots=2)
+        layout=packing.packed, num_slots=2)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
     monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
     assert backend._runner.fused is None

@@ -5,7 +5,7 @@ import torch
 
 from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
-from batch_manager.runtime import layouts
+from batch_manager.runtime import packing
 from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.forms.graph.form import Graphs, obstacle_to_graphs
@@ -90,13 +90,13 @@ def test_a_capture_that_fails_leaves_no_graph_and_says_why(made):
 
 
 @pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [
-    ({}, GPU, True, False, layouts.fused, None),
-    ({}, GPU, True, False, layouts.split, None),
-    ({}, CPU, True, False, layouts.fused, "the device is cpu"),
-    ({}, GPU, False, False, layouts.fused, "triton is not installed"),
-    ({}, GPU, True, True, layouts.fused, "Parts.attention is set"),
-    ({}, GPU, True, False, layouts.padded, "TrtGptModelType.V1 pads"),
-    ({"deterministic": True}, GPU, True, False, layouts.fused, "deterministic is set"),
+    ({}, GPU, True, False, packing.packed, None),
+    ({}, GPU, True, False, packing.split, None),
+    ({}, CPU, True, False, packing.packed, "the device is cpu"),
+    ({}, GPU, False, False, packing.packed, "triton is not installed"),
+    ({}, GPU, True, True, packing.packed, "Parts.attention is set"),
+    ({}, GPU, True, False, packing.padded, "TrtGptModelType.V1 pads"),
+    ({"deterministic": True}, GPU, True, False, packing.packed, "deterministic is set"),
 ])
 def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
         monkeypatch, changes, device, has_triton, own_attention, layout, obstacle):
