@@ -75,6 +75,7 @@ class Bloom(Decoder):
 
     layer = _Layer
     names = Names("transformer.word_embeddings", "transformer.h", "transformer.ln_f")
+    last_norm = LayerNorm
     harmless_tensors = ()
     understands = ("alibi", "apply_residual_connection_post_layernorm")
 
@@ -119,9 +120,6 @@ class Bloom(Decoder):
     def make_entry(self, spec: BloomSpec, weights: Weights, context: LayerContext) -> None:
         self.embedding_norm = LayerNorm(weights, context, "transformer.word_embeddings_layernorm", spec.hidden_size,
                                         spec.norm_epsilon)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
     def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings after their norm, which applies to rows of a prompt-tuning table, too."""

@@ -4,6 +4,7 @@ Source   "Command R" (Cohere, 2024); checkpoints of transformers' CohereForCausa
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,6 +67,7 @@ class Cohere(Decoder):
     """Implements CohereForCausalLM of transformers."""
 
     layer = _Layer
+    last_norm = staticmethod(partial(LayerNorm, bias=False))
     understands = ("logit_scale",)
 
     @staticmethod
@@ -79,9 +81,6 @@ class Cohere(Decoder):
             tie_word_embeddings=True, norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
             default_theta=500_000.0, qk_norm=config.flag("use_qk_norm", False), spec_class=CohereSpec,
             logit_scale=config.number("logit_scale", 0.0625))
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, bias=False)
 
     def make_head(self, spec: CohereSpec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, scale=spec.logit_scale)

@@ -4,6 +4,7 @@ Source   "Command A" (arXiv 2504.00698); checkpoints of transformers' Cohere2For
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -60,6 +61,7 @@ class Cohere2(Decoder):
 
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
+    last_norm = staticmethod(partial(LayerNorm, bias=False))
     understands = ("logit_scale", "sliding_window", "layer_types")
 
     @staticmethod
@@ -74,9 +76,6 @@ class Cohere2(Decoder):
         if spec.head_size * spec.num_heads != spec.hidden_size:
             raise config.fault("head_dim", "hidden_size / num_attention_heads, or no value")
         return spec
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, bias=False)
 
     def make_head(self, spec: Cohere2Spec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, scale=spec.logit_scale)

@@ -76,6 +76,7 @@ class Decoder:
     names       names in the checkpoint
     layer       layer(spec, weights, context, name, index) makes a layer. `name` has the number of the layer in the
                 file, `index` counts the layers of the stage. A layer is called with (hidden, rotary, attention)
+    last_norm   last_norm(weights, context, name, size, epsilon) makes the norm after the last layer
     """
 
     deterministic, has_stages = True, True
@@ -84,6 +85,7 @@ class Decoder:
     per_layer: tuple[str, ...] = ("attention",)
     names = Names()
     layer: Callable[..., Any]
+    last_norm: Callable[..., Any] = RmsNorm
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, stage: Stage = WHOLE) -> None:
         numbers, spec = stage.layers_of(spec.num_layers), stage.part_of(spec, self.per_layer)
@@ -113,7 +115,7 @@ class Decoder:
 
     def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Any:
         """Return the norm after the last layer; None: there is no norm."""
-        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
+        return self.last_norm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
     def make_head(self, spec: ModelSpec, weights: Weights, context: LayerContext, **options: Any) -> Head:
         """Return the head, made with `options`. If it is tied on another stage than the first, it reads the table."""

@@ -86,6 +86,7 @@ class Falcon(Decoder):
 
     layer = _Layer
     names = Names("transformer.word_embeddings", "transformer.h", "transformer.ln_f")
+    last_norm = LayerNorm
     harmless_tensors = (r"(transformer\.)?h\.\d+\.self_attention\.(maybe_rotary|rotary|rotary_emb)\.inv_freq",
                         r"(transformer\.)?rotary_emb\.inv_freq")
     understands = ("alibi", "parallel_attn", "multi_query", "new_decoder_architecture")
@@ -122,9 +123,6 @@ class Falcon(Decoder):
         scale = spec.attention[0].scale
         attention = LayerAttention(scale=scale, alibi_slopes=tuple(slopes), alibi_bfloat16_factor=scale)
         return dataclasses.replace(spec, rotary=None, attention=(attention,) * num_layers)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
 
 def _read_kv_heads(config: Fields, num_heads: int) -> int:

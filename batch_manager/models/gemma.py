@@ -4,6 +4,7 @@ Source   "Gemma" (arXiv 2403.08295); checkpoints of transformers' GemmaForCausal
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -45,8 +46,8 @@ class _Layer:
 class Gemma(Decoder):
     """Implements GemmaForCausalLM of transformers."""
 
-
     layer = _Layer
+    last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
@@ -62,6 +63,3 @@ class Gemma(Decoder):
 
     def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
         return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
-        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)

@@ -4,6 +4,7 @@ Source   "Gemma 2" (arXiv 2408.00118); checkpoints of transformers' Gemma2ForCau
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -61,6 +62,7 @@ class Gemma2(Decoder):
     """Implements Gemma2ForCausalLM of transformers."""
 
     layer = _Layer
+    last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
     understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
                    "final_logit_softcapping")
 
@@ -77,9 +79,6 @@ class Gemma2(Decoder):
 
     def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
         return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
-        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
 
     def make_head(self, spec: Gemma2Spec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, softcap=spec.logits_softcap)

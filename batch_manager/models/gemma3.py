@@ -5,6 +5,7 @@ Source   "Gemma 3" (arXiv 2503.19786); checkpoints of transformers' Gemma3ForCau
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -68,6 +69,7 @@ class Gemma3(Decoder):
 
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
+    last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
     understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
 
     @staticmethod
@@ -86,9 +88,6 @@ class Gemma3(Decoder):
 
     def make_embedding(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Embedding:
         return super().make_embedding(spec, weights, context, scale=spec.hidden_size**0.5)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> RmsNorm:
-        return RmsNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon, weight_offset=1.0)
 
     def make_head(self, spec: Gemma3Spec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, softcap=spec.logits_softcap)

@@ -58,6 +58,7 @@ class Gpt2(Decoder):
 
     layer = _Layer
     names = Names("transformer.wte", "transformer.h", "transformer.ln_f")
+    last_norm = LayerNorm
     harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
     understands = ("sliding_window", "use_sliding_window", "layer_types", "scale_attn_weights",
                    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
@@ -101,9 +102,6 @@ class Gpt2(Decoder):
     def make_entry(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         self.positions = Embedding(weights, context, "transformer.wpe.weight", spec.max_position_embeddings,
                                    spec.hidden_size)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
     def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return hidden + self.positions(positions)

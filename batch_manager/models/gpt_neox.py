@@ -61,6 +61,7 @@ class GptNeoX(Decoder):
 
     layer = _Layer
     names = Names("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out")
+    last_norm = LayerNorm
     harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
     understands = ("rotary_pct", "use_parallel_residual", "partial_rotary_factor")
 
@@ -79,6 +80,3 @@ class GptNeoX(Decoder):
             default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
             partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,
             is_parallel=config.flag("use_parallel_residual", True))
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)

@@ -55,6 +55,7 @@ class GptJ(Decoder):
 
     layer = _Layer
     names = Names("transformer.wte", "transformer.h", "transformer.ln_f")
+    last_norm = LayerNorm
     harmless_tensors = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
     @staticmethod
@@ -92,9 +93,6 @@ class GptJ(Decoder):
             gated_mlp=False,
             dtype=read_dtype(config),
         )
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
     def make_head(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, bias=True)

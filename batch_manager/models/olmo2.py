@@ -45,7 +45,6 @@ class _Layer:
 class Olmo2(Decoder):
     """Implements Olmo2ForCausalLM of transformers."""
 
-
     layer = _Layer
 
     @staticmethod

@@ -51,6 +51,7 @@ class Phi(Decoder):
 
     layer = _Layer
     names = Names(norm="model.final_layernorm")
+    last_norm = LayerNorm
     understands = ("partial_rotary_factor",)
 
     @staticmethod
@@ -62,9 +63,6 @@ class Phi(Decoder):
             gated_mlp=False, qk_norm=config.flag("qk_layernorm", False), max_positions=2048,
             default_activation="gelu_new", norm_epsilon="layer_norm_eps", default_norm_epsilon=1e-5,
             default_theta=10000.0, partial_rotary_factor=0.5)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
 
     def make_head(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> Head:
         return super().make_head(spec, weights, context, bias=True)

@@ -66,6 +66,7 @@ class StableLm(Decoder):
     """Implements StableLmForCausalLM of transformers."""
 
     layer = _Layer
+    last_norm = LayerNorm
     understands = ("partial_rotary_factor", "use_parallel_residual")
 
     @staticmethod
@@ -80,6 +81,3 @@ class StableLm(Decoder):
             default_theta=10000.0, qk_norm=config.flag("qk_layernorm", False),
             partial_rotary_factor=0.25, spec_class=StableLmSpec,
             is_parallel=config.flag("use_parallel_residual", False))
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)

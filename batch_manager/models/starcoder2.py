@@ -44,6 +44,7 @@ class StarCoder2(Decoder):
     """Implements Starcoder2ForCausalLM of transformers."""
 
     layer = _Layer
+    last_norm = LayerNorm
     understands = ("sliding_window", "layer_types")
 
     @staticmethod
@@ -54,6 +55,3 @@ class StarCoder2(Decoder):
                                  mlp_bias=bias, gated_mlp=False, num_kv_heads=2, max_positions=4096,
                                  tie_word_embeddings=True, default_activation="gelu_pytorch_tanh",
                                  norm_epsilon="norm_epsilon", default_norm_epsilon=1e-5, default_theta=10000.0)
-
-    def make_norm(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> LayerNorm:
-        return LayerNorm(weights, context, self.names.norm, spec.hidden_size, spec.norm_epsilon)
