@@ -30,6 +30,7 @@ LONGEST_FILES = (
     "integration/test_whole_engine_interpreted.py",
     "simulation/test_simulation.py",
     "sweep/test_sweep.py",
+    "matrix/test_matrix.py",
     "soak/test_soak.py",
     "integration/test_reuse_and_windows.py",
     "integration/test_same_tokens_as_transformers.py",

@@ -53,6 +53,7 @@ SUITES: dict[str, str] = {
     "T17": "tests.campaigns.run_ahead",
     "T18": "tests.campaigns.ahead_of_time",
     "T19": "tests.campaigns.event_loop",
+    "T20": "tests.campaigns.matrix",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from batch_manager import ErrorCode, FinishReason, GptManager, TrtGptModelOptionalParams
 from tests.campaigns.registry import SUITES
+from tests.matrix.pairs import page
 
 from .documents import (
     CONTRACT,
@@ -82,6 +83,11 @@ def test_a_folder_without_a_place_in_the_picture_is_told(drawing, monkeypatch, c
     monkeypatch.setattr(drawing, "FRONTS", {"aio": "asyncio"})
     assert drawing.main([]) == 2
     assert "the folder extras, testing, tools has no place in the picture" in capsys.readouterr().err
+
+
+def test_the_page_of_combinations_is_that_of_the_table():
+    """If it fails: python -m tests.matrix.pairs > docs/combinations.md"""
+    assert (REPOSITORY / "docs" / "combinations.md").read_text(encoding="utf-8") == page()
 
 
 # ---------------------------------------------------------------------- links and names

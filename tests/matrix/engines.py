@@ -1,0 +1,410 @@
+"""Runs the requests of a world together in one engine, and each alone in a plain one, and compares the outcomes."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from batch_manager import ConfigError, ErrorCode, FinishReason, InferenceRequest, KvCacheConfig
+from batch_manager.handover import RowFailure, ScheduledBatch
+from batch_manager.kv.audit import audit
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.client import ArrivingClient
+from tests.harness.world import make_loop
+
+from .features import FEATURES
+from .pairs import MARKS, REASONS
+from .world import END_OF_A_GRAMMAR, MAX_SEQ_LEN, VOCAB, Ask, World
+
+FIRST_LETTER = 60                        # the tokens of the small models from this one on are ASCII, from the space on
+MOST_ITERATIONS = 2_000
+LOG_PROBS_WITHIN, LOGITS_WITHIN = 2e-4, 2e-3
+HOST_BLOCK_BYTES = 1 << 15               # no block of a small model is larger
+PER_TOKEN = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
+
+
+@dataclass
+class Run:
+    """What an engine answered.
+
+    trace      the iterations
+    records    the statistics
+    ahead      numbers of the iterations after which a step was in flight
+    outcomes   request id -> its outcome, see `outcome_of`
+    """
+
+    world: World
+    trace: list[Any] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    ahead: set[int] = field(default_factory=set)
+    outcomes: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def chunks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (request id, first position, tokens, end of the chunk before) of each context chunk.
+
+        The end of the chunk before is 0 for a first chunk, and for the first one after a pause.
+        """
+        ends: dict[int, int] = {}
+        for iteration in self.trace:
+            for request_id in iteration.paused:
+                ends.pop(request_id, None)
+            for request_id, start, count in iteration.context:
+                yield request_id, start, count, ends.get(request_id, 0)
+                ends[request_id] = start + count
+
+    def beams(self, request_id: int) -> list[list[int]]:
+        return self.outcomes[request_id].get("tokens", [[]])
+
+    def num_tokens(self, request_id: int) -> int:
+        return max(map(len, self.beams(request_id)))
+
+    def text(self, request_id: int) -> str:
+        """The output of a small model, in the letters of its tokenizer."""
+        return "".join(map(letter_of, self.beams(request_id)[0]))
+
+
+class MatrixClient(ArrivingClient):
+    """Hands over the requests of a world, stops one, and keeps the statistics."""
+
+    def __init__(self, arrivals: list[tuple[int, InferenceRequest]], stops: dict[int, int], run: Run) -> None:
+        super().__init__(arrivals)
+        self._stop_at, self._run = stops, run
+
+    def named_stops(self) -> set[int]:
+        return {request_id for request_id, at in self._stop_at.items() if at <= self.iteration}
+
+    def record_received(self, record: str) -> None:
+        statistics = json.loads(record)
+        self._run.records.append(statistics)
+        if statistics["Iterations In Flight"]:
+            self._run.ahead.add(self.iteration)
+
+
+class Engines:
+    """Makes the engines of worlds, and the reference of each request. `folder` gets the checkpoints of small models."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._guided = folder, None
+
+    def checkpoint(self, model: str) -> Path:
+        from tests.deterministic.differential import make_checkpoint
+
+        return make_checkpoint(model, self._folder)
+
+    @property
+    def guided(self) -> Any:
+        """Guided decoding for the small models; made once."""
+        if self._guided is None:
+            from batch_manager.extras.guided_decoding import GuidedDecoding
+
+            self._guided = GuidedDecoding(letters_tokenizer(), vocab_size=VOCAB["llama"], end_id=END_OF_A_GRAMMAR)
+        return self._guided
+
+    def request(self, ask: Ask, request_id: int, world: World, *, fails: bool = False) -> InferenceRequest:
+        """Return the request of `ask` for one engine."""
+        options = dict(ask.options)
+        tensors = {"input_ids": ask.prompt, "request_output_len": ask.count, **ask.tensors}
+        if ask.pattern:
+            grammar = self.guided.regex(ask.pattern)
+            self.guided.constrain(request_id, grammar)
+            options["logits_post_processor"] = "batched" if ask.is_batched else self.guided.processor(grammar)
+        if fails and ask.fate == "refused":
+            tensors["input_ids"] = [*ask.prompt, 10 * world.vocab]
+        if fails and ask.fate == "fails" and not world.is_scripted:
+            options["logits_post_processor"] = raising_at(2)
+        return InferenceRequest(request_id, tensors, **options)
+
+    def make(self, world: World, client: MatrixClient, run: Run) -> Any:
+        """Make the engine of a world. Raises ConfigError if its features are refused together."""
+        options = {"max_seq_len": MAX_SEQ_LEN, **world.options}
+        if world.most_tokens is not None:
+            options["max_num_tokens"] = world.most_tokens
+        parts: dict[str, Any] = {"trace": run.trace.append}
+        kv = {"tokens_per_block": world.block, **world.kv}
+        if world.is_scripted:
+            if world.host_blocks:
+                kv["host_cache_size"] = 1
+            failing = [ask.id for ask in world.asks if ask.fate == "fails"]
+            backend = ScriptedBackend(
+                vocab_size=world.vocab, max_seq_len=MAX_SEQ_LEN, num_blocks=world.num_blocks, num_slots=16,
+                tokens_per_block=world.block, window=kv.get("max_attention_window"), host_blocks=world.host_blocks,
+                sink=kv.get("sink_token_length", 0), is_asynchronous="A" in world.letters,
+                on_step=FailingRow(failing).on_step, key=world.seed)
+            kv["tokens_per_block"] = 8
+            return make_loop(client, backend=backend, parts=parts, exclude_input=True,
+                             kv_cache_config=KvCacheConfig(**kv), **options)
+        kv |= {"max_tokens": world.num_blocks * world.block, "host_cache_size": world.host_blocks * HOST_BLOCK_BYTES}
+        if any(ask.pattern for ask in world.asks):
+            parts["logits_post_processor_batched"] = self.guided
+        return make_loop(client, model_path=self.checkpoint(world.model), parts=parts, exclude_input=True, device="cpu",
+                         dtype="float32", num_threads=1, kv_cache_config=KvCacheConfig(**kv), **options)
+
+    def together(self, world: World) -> Run:
+        """Run all requests of a world in one engine. Raises ConfigError if the engine is refused."""
+        run, draw = Run(world), Random(world.seed)
+        arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
+        stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
+        client = MatrixClient(arrivals, stops, run)
+        loop = self.make(world, client, run)
+        with contextlib.closing(loop.backend):
+            drive(loop, client, {ask.id for ask in world.asks}, audited=True)
+        run.outcomes = {ask.id: outcome_of(client.responses[ask.id], ask) for ask in world.asks}
+        return run
+
+    def alone(self, world: World, without: Iterable[int] = ()) -> Run:
+        """Run each request of a world alone, in an engine with only the features that define an output.
+
+        without   ids of requests to leave out
+        """
+        plain = plain_world(world)
+        run, outcomes = Run(plain), {}
+        client = MatrixClient([], {}, run)
+        loop = self.make(plain, client, run)
+        with contextlib.closing(loop.backend):
+            for ask in plain.asks:
+                if ask.id in without:
+                    continue
+                client.waiting = [(0, self.request(ask, ask.id, plain))]
+                drive(loop, client, {ask.id})
+                outcomes[ask.id] = outcome_of(client.responses[ask.id], ask)
+        run.outcomes = outcomes
+        return run
+
+
+def plain_world(world: World) -> World:
+    """Return the world of the reference: each request alone, without the features that must not change an output."""
+    plain = World.__new__(World)
+    kept = {"max_beam_width", "deterministic"}
+    plain.__dict__ |= world.__dict__ | {
+        "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
+        "most_tokens": None, "host_blocks": 0, "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2),
+        "kv": {name: value for name, value in world.kv.items() if not name.startswith("enable")},
+        "options": {name: value for name, value in world.options.items() if name in kept},
+        "asks": [dataclasses.replace(ask, fate="") for ask in world.asks]}
+    return plain
+
+
+def drive(loop: Any, client: MatrixClient, waited_for: set[int], *, audited: bool = False) -> None:
+    """Run iterations until these requests have their final responses, and no request is live."""
+    for _ in range(MOST_ITERATIONS):
+        loop.step(accept_new=True)
+        client.iteration += 1
+        assert loop.failure is None, loop.failure
+        if audited:
+            audit(loop.kv)
+        if loop.is_empty and not client.waiting and all(client.finals(request_id) for request_id in waited_for):
+            break
+    else:
+        raise AssertionError(f"still busy after {MOST_ITERATIONS} iterations")
+    loop.step(accept_new=True)                   # drops steps in flight, which belong to no request
+    client.iteration += 1
+    assert loop.kv.used_blocks == 0 and not client.complaints, client.complaints
+
+
+class FailingRow:
+    """A hook of the scripted backend: requests of these ids fail at their second token."""
+
+    def __init__(self, request_ids: Iterable[int]) -> None:
+        self._ids, self._slots = set(request_ids), {}
+
+    def on_step(self, batch: ScheduledBatch) -> dict[int, RowFailure]:
+        for work in batch.context:
+            if work.setup is not None:
+                self._slots[work.slot] = work.setup.request_id
+        failing = [slot for slot in batch.generation.slots.tolist() if self._slots[slot] in self._ids]
+        return {slot: RowFailure(ErrorCode.NON_FINITE_LOGITS, "planted") for slot in failing}
+
+
+def raising_at(call: int) -> Any:
+    """Return a logits post-processor that raises in its call number `call`."""
+    calls = 0
+
+    def process(request_id: int, logits: Any, token_ids: list[list[int]]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise RuntimeError("planted")
+        return logits
+    return process
+
+
+# Outcomes.
+
+
+def outcome_of(responses: list[Any], ask: Ask) -> dict[str, Any]:
+    """Return what all responses to a request contain: tokens of each beam, tensors, finish reasons, code of an error.
+
+    Pieces of a stream are joined. Tensors that the request did not ask for are left out.
+    """
+    pieces = [response for response in responses if not response.error]
+    found: dict[str, Any] = {"finals": sum(response.final for response in responses), "error": responses[-1].error}
+    if ask.width > 1 and pieces:
+        final = pieces[-1].tensors
+        found["tokens"] = [pieces[-1].tokens(beam) for beam in range(ask.width)]
+        found["output_log_probs"] = np.concatenate([final["output_log_probs"][0, beam, :len(tokens)]
+                                                    for beam, tokens in enumerate(found["tokens"])])
+    else:
+        found["tokens"] = [[token for response in pieces for token in response.tokens()]]
+        for name in PER_TOKEN:
+            if name == "output_log_probs" or f"return_{name.replace('_ids', 's')}" in ask.tensors:
+                parts = [response.tensors[name][0, 0][:len(response.tokens())] for response in pieces]
+                found |= {name: np.concatenate(parts)} if parts else {}
+    if pieces:
+        if "return_context_logits" in ask.tensors:
+            found["context_logits"] = pieces[0].tensors["context_logits"]
+        found |= {name: pieces[-1].tensors[name] for name in ("cum_log_probs", "finish_reason")}
+    return found
+
+
+def difference(ask: Ask, got: dict[str, Any], alone: dict[str, Any], *, bitwise: bool) -> str:
+    """Return how the outcome of a request differs from that of the request alone; "" if it does not."""
+    if got["finals"] != 1:
+        return f"request {ask.id} has {got['finals']} finals"
+    reason = int(got["finish_reason"].flat[0]) if "finish_reason" in got else None
+    is_cut = ask.fate in ("fails", "refused") and bool(got["error"]) or (
+        ask.fate == "stopped" and reason == FinishReason.CANCELLED)
+    if got["error"] and not is_cut:
+        return f"request {ask.id} ({''.join(sorted(ask.has))}) got the error {got['error']!r}"
+    if ask.fate == "refused" and not got["error"].startswith("[INVALID_REQUEST]"):
+        return f"request {ask.id} was not refused"
+    if is_cut and ask.width > 1:
+        return ""
+    names = [name for name in ("tokens", *PER_TOKEN) if name in alone and name in got]
+    if not is_cut:
+        names += [name for name in ("context_logits", "cum_log_probs", "finish_reason") if name in alone]
+    for name in names:
+        one, other = got[name], alone[name]
+        if is_cut:
+            one, other = (one[0], other[0]) if name == "tokens" else (one, other)
+            other = other[:len(one)]
+        if not _same(name, one, other, bitwise):
+            return (f"request {ask.id} ({''.join(sorted(ask.has))}) differs from itself alone in {name}: "
+                    f"tokens {got['tokens']}, alone {alone['tokens']}, fate {ask.fate!r}")
+    return ""
+
+
+def _same(name: str, one: Any, other: Any, bitwise: bool) -> bool:
+    if name == "tokens":
+        return bool(one == other)
+    one, other = np.asarray(one), np.asarray(other)
+    if bitwise or not np.issubdtype(one.dtype, np.floating):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
+    within = LOGITS_WITHIN if "logits" in name else LOG_PROBS_WITHIN * max(1, one.size if "cum" in name else 1)
+    return one.shape == other.shape and np.allclose(one, other, atol=within, rtol=1e-5)
+
+
+# The tokenizer of the small models: each token is one character.
+
+def letter_of(token: int) -> str:
+    return chr(token - FIRST_LETTER + 32) if FIRST_LETTER <= token < FIRST_LETTER + 95 else "?"
+
+
+def letters_tokenizer() -> Any:
+    import tokenizers
+
+    vocab = {f"<{token}>" if letter_of(token) == "?" else letter_of(token): token for token in range(VOCAB["llama"])}
+    vocab["Ġ"] = vocab.pop(" ")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([name for name in vocab if len(name) > 1])
+    return tokenizer
+
+
+@contextlib.contextmanager
+def warnings_of_the_engine() -> Iterator[list[str]]:
+    """Collect the package's warnings, and keep them from the log."""
+    log, told = logging.getLogger("batch_manager"), []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                told.append(record.getMessage())
+
+    handler, propagates = Collect(), log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagates
+
+
+# Cells.
+
+@dataclass
+class Verdict:
+    """What a world showed.
+
+    wrong       how it differs from what the table says; "" if it does not
+    met         number of requests for which all its features took effect; for `r`, number of refusals
+    requests    number of requests that ran
+    near_ties   number of requests whose tokens depend on rounding
+    """
+
+    wrong: str = ""
+    met: int = 0
+    requests: int = 0
+    near_ties: int = 0
+
+
+def judge(engines: Engines, letters: str, seed: int, model: str) -> Verdict:
+    """Run one world with the features of `letters`, and compare it with what the table says about them."""
+    letters = "".join(dict.fromkeys(letters))
+    pair = letters if len(letters) > 1 else 2 * letters
+    mark, says = MARKS.get(pair, "="), REASONS[pair].says if pair in REASONS else ""
+    world = World(letters, seed, model)
+    with warnings_of_the_engine() as told:
+        try:
+            run = engines.together(world)
+        except ConfigError as error:
+            if mark == "r" and contains(str(error), says):
+                return Verdict(met=1)
+            return Verdict(f"{letters} {seed} {model}: the engine was refused: {error}")
+        both = {ask.id for ask in world.asks if len(ask.has) == len(letters)} if mark == "r" else set()
+        wrong = differences(world, run, engines.alone(world, without=both), both)
+        near_ties = 0
+        if len(wrong) == 1 and not world.is_exact:    # rounding, or a fault? With `deterministic`, nothing is rounded
+            exact = World(letters, seed, model, exact=True)
+            wrong = differences(exact, engines.together(exact), engines.alone(exact, without=both), both)
+            near_ties = 1
+    met = [FEATURES[letter].proof(run) for letter in letters]
+    if mark == "r":
+        refused = {request_id for request_id in both if contains(run.outcomes[request_id]["error"], says)}
+        wrong += [f"request {ask.id} was not refused" for ask in world.asks
+                  if ask.id in both and not ask.fate and ask.id not in refused]
+        met = [refused]
+    if mark == "-":
+        off = letters.index(REASONS[pair].off)
+        if met.pop(off):
+            wrong.append(f"{FEATURES[letters[off]].name} is not off")
+        if says and not any(contains(warning, says) for warning in told):
+            wrong.append(f"no warning says {says!r}; the warnings are {told}")
+        if REASONS[pair].missing and any(REASONS[pair].missing in record for record in run.records):
+            wrong.append(f"the statistics have {REASONS[pair].missing!r}")
+    return Verdict(f"{letters} {seed} {model}: {'; '.join(wrong)}" if wrong else "", len(set.intersection(*met)),
+                   len(world.asks), near_ties)
+
+
+def differences(world: World, run: Run, alone: Run, left_out: set[int]) -> list[str]:
+    found = [difference(ask, run.outcomes[ask.id], alone.outcomes[ask.id], bitwise=world.is_exact)
+             for ask in world.asks if ask.id not in left_out]
+    return [text for text in found if text]
+
+
+def contains(text: str, says: str) -> bool:
+    """Whether a text has the parts of `says`, which are separated by `...`, in order."""
+    place = 0
+    for part in says.split("..."):
+        place = text.find(part, place)
+        if place < 0:
+            return False
+    return True

@@ -1,0 +1,254 @@
+"""The features of the matrix: what each needs of an engine and of a request, how it shows, and a bug of it to plant.
+
+This is the only place that describes a feature. A new feature gets a class here and its column in pairs.py.
+"""
+
+import re
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from batch_manager import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
+
+if TYPE_CHECKING:
+    from .engines import Run
+    from .world import Ask, World
+
+
+class Feature:
+    """One row and one column of the matrix.
+
+    letter, name, page    for the document; `page` is a file of docs/, with the anchor of a section
+    defines_output        whether the feature belongs to what a request asks for, so that the reference has it too
+    needs_model           whether the scripted model cannot run it
+    """
+
+    letter = name = page = ""
+    defines_output = needs_model = False
+
+    def engine(self, world: "World", draw: Random) -> None:
+        """Set the options of the engine."""
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        """Make a request use the feature."""
+
+    def proof(self, run: "Run") -> set[int]:
+        """Return the ids of the requests for which the feature took effect."""
+        raise NotImplementedError
+
+    def plant(self, patch: Any) -> None:
+        """Patch a bug of the feature into the engine. `patch` is pytest's monkeypatch.
+
+        The bug of a feature that defines the output must show beside other requests, because the reference has it too.
+        """
+        raise NotImplementedError
+
+
+class ChunkedContext(Feature):
+    letter, name, page = "C", "chunked context", "batching.md"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["enable_chunked_context"] = True
+        world.options["context_chunking_policy"] = draw.choice(list(ContextChunkingPolicy))
+        world.most_tokens = world.least_tokens + draw.choice([1, 2]) * world.block
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.prompt_length = max(ask.prompt_length, (world.most_tokens or 8) + world.block + draw.randint(1, 12))
+
+    def proof(self, run: "Run") -> set[int]:
+        return {request_id for request_id, start, _, end_before in run.chunks() if 0 < start == end_before}
+
+    def plant(self, patch: Any) -> None:
+        """A later chunk has its tokens in the wrong order."""
+        from dataclasses import replace
+
+        from batch_manager.steps.resources import Resources
+
+        context_work = Resources._context_work
+
+        def shifted(self: Resources, request: Any, size: int) -> Any:
+            work = context_work(self, request, size)
+            return work if work.setup is not None else replace(work, token_ids=work.token_ids[::-1].copy())
+        patch.setattr(Resources, "_context_work", shifted)
+
+
+class BlockReuse(Feature):
+    letter, name, page = "R", "block reuse", "kv-cache.md#block-reuse"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv["enable_block_reuse"] = True
+        world.kv["enable_partial_reuse"] = draw.random() < 0.7
+        world.host_blocks = draw.choice([0, 0, 6])
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.trunk = world.block + draw.choice([1, world.block, world.block + 1])
+        ask.prompt_length = max(ask.prompt_length, ask.trunk + draw.choice([1, 1, 5]))
+
+    def proof(self, run: "Run") -> set[int]:
+        return {request_id for request_id, start, _, end_before in run.chunks() if start > 0 and start != end_before}
+
+    def plant(self, patch: Any) -> None:
+        """A prompt reuses one token more than it has in common with a cached block."""
+        from batch_manager.kv.prefix_index import PrefixNode
+
+        similar = PrefixNode.most_similar_child
+
+        def one_more(self: PrefixNode, tokens: Any, extra_ids: Any) -> Any:
+            node, count = similar(self, tokens, extra_ids)
+            return node, count + (node is not None and count < len(tokens))
+        patch.setattr(PrefixNode, "most_similar_child", one_more)
+
+
+class Pause(Feature):
+    letter, name, page = "P", "pause", "batching.md"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["policy"] = SchedulerPolicy.MAX_UTILIZATION
+        world.is_tight = True
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.count = max(ask.count, 2 * world.block + draw.randint(4, 12))
+
+    def proof(self, run: "Run") -> set[int]:
+        return {request_id for iteration in run.trace for request_id in iteration.paused}
+
+    def plant(self, patch: Any) -> None:
+        """A paused request comes back with a wrong last token."""
+        from batch_manager.requests.llm_request import LlmRequest
+
+        pause = LlmRequest.pause
+
+        def forgetful(self: LlmRequest, *given: int) -> None:
+            for tokens in self.tokens:
+                tokens[-1] = tokens[0]
+            pause(self, *given)
+        patch.setattr(LlmRequest, "pause", forgetful)
+
+
+class Window(Feature):
+    letter, name, page = "W", "attention window", "kv-cache.md#windows-and-sinks"
+    defines_output = True
+    sinks = (0,)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv["max_attention_window"] = world.kv.get("max_attention_window") or draw.randint(world.block + 1, 20)
+        world.kv["sink_token_length"] = world.kv.get("sink_token_length") or draw.choice(self.sinks)
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        seen = world.kv["max_attention_window"] + world.kv["sink_token_length"]
+        ask.count = max(ask.count, 8)
+        ask.prompt_length = max(ask.prompt_length, seen + world.block + 2 - ask.count + draw.randint(0, 4))
+
+    def proof(self, run: "Run") -> set[int]:
+        """The last token of these requests does not see the whole sequence, so that a block left the window."""
+        kv = run.world.kv
+        seen = kv["max_attention_window"] + kv["sink_token_length"] + run.world.block
+        return {ask.id for ask in run.world.asks if len(ask.prompt) + run.num_tokens(ask.id) > seen
+                and kv["sink_token_length"] >= self.sinks[0]}
+
+    def plant(self, patch: Any) -> None:
+        """A block leaves the window a block too early."""
+        from batch_manager.kv.window import AttentionWindow
+
+        unseen = AttentionWindow.num_unseen
+        patch.setattr(AttentionWindow, "num_unseen", lambda self, length: unseen(self, length + self.tokens_per_block))
+
+
+class Sinks(Window):
+    letter, name = "N", "sinks"
+    sinks = (1, 3, 5)
+
+    def plant(self, patch: Any) -> None:
+        """The blocks of the first tokens leave the window with the others."""
+        from batch_manager.kv.window import AttentionWindow
+
+        patch.setattr(AttentionWindow, "sink_blocks", property(lambda self: 0))
+
+
+class Beams(Feature):
+    letter, name, page = "B", "beams", "requests.md#beam-search"
+    defines_output = True
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["max_beam_width"] = 3
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.tensors |= {"beam_width": 2 if "V" in world.letters else draw.choice([2, 3]),
+                        "len_penalty": draw.choice([0.0, 0.7]), "early_stopping": draw.randrange(3)}
+
+    def proof(self, run: "Run") -> set[int]:
+        return {ask.id for ask in run.world.asks if len({tuple(beam) for beam in run.beams(ask.id)}) > 1}
+
+    def plant(self, patch: Any) -> None:
+        """The searches of a step get the newest tokens of each other."""
+        from batch_manager.decoding.beam_search import BeamSearches
+        from batch_manager.handover import GenerationWork
+
+        input_tokens = BeamSearches.input_tokens
+        patch.setattr(BeamSearches, "input_tokens", lambda self, work: input_tokens(
+            self, GenerationWork(work.slots[::-1], work.kv_lengths[::-1], work.beam_width)))
+
+
+class RunAhead(Feature):
+    letter, name, page = "A", "run-ahead", "batching.md#run-ahead"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["run_ahead"] = True
+
+    def proof(self, run: "Run") -> set[int]:
+        """The requests that generated in an iteration after which a step was in flight, those in lockstep included."""
+        return {request_id for iteration in run.trace if iteration.iteration in run.ahead
+                for request_id in (*iteration.generation, *(chunk[0] for chunk in iteration.context))}
+
+    def plant(self, patch: Any) -> None:
+        """The tokens of rows whose requests have ended are appended to them."""
+        from batch_manager.loop import advance
+
+        patch.setattr(advance, "COMPLETE", object())
+
+
+class StaticBatching(Feature):
+    letter, name, page = "V", "V1", "batching.md#v1"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["model_type"] = TrtGptModelType.V1
+
+    def proof(self, run: "Run") -> set[int]:
+        """The members of batches of several requests."""
+        return {chunk[0] for iteration in run.trace for chunk in iteration.context if len(iteration.context) > 1
+                } if any("Empty Generation Slots" in record for record in run.records) else set()
+
+    def plant(self, patch: Any) -> None:
+        """The finals that a batch held back have the reason of its longest member."""
+        from batch_manager.loop.static_batch import HeldFinals
+
+        end = HeldFinals.end
+        patch.setattr(HeldFinals, "end", lambda self, request, reason: end(
+            self, request, FinishReason.LENGTH if reason.is_natural else reason))
+
+
+class Grammar(Feature):
+    letter, name, page = "G", "grammar", "requests.md#logits-of-your-own"
+    defines_output = needs_model = True
+    patterns = ("(yes|no)[a-z]{2,8}!", "[0-9]{2,9}(,[0-9]{1,3}){0,2}", "[A-C]([a-z]x){1,6}")
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.pattern, ask.is_batched = draw.choice(self.patterns), draw.random() < 0.6
+        ask.count = max(ask.count, 18)
+
+    def proof(self, run: "Run") -> set[int]:
+        return {ask.id for ask in run.world.asks if ask.pattern
+                and re.fullmatch(ask.pattern, run.text(ask.id))}
+
+    def plant(self, patch: Any) -> None:
+        """The grammar is one token behind."""
+        from batch_manager.extras import guided_decoding
+
+        catch_up = guided_decoding._catch_up
+
+        def behind(session: Any, tokens: list[int]) -> None:
+            catch_up(session, tokens if session.prompt_length is None else tokens[:-1])
+        patch.setattr(guided_decoding, "_catch_up", behind)
+
+
+FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
+    ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), StaticBatching())}

@@ -1,0 +1,105 @@
+"""T20: each feature with each other: every request gets what it gets alone, or the pair is refused by name.
+
+A cell runs worlds until both features took effect in one request, at most MOST_WORLDS. A bug that is planted in a
+feature makes at least one of its cells wrong.
+"""
+
+from collections import Counter
+
+import pytest
+
+from .engines import Engines, judge
+from .features import FEATURES
+from .pairs import MARKS, ORDER, REASONS, all_pairs, mixtures, page
+from .world import MODELS, SCRIPTED, World
+
+MOST_WORLDS = 5
+MIXTURES = ("CRPWBA", "CPWNBA", "CRPWGA", "PWNGA", "WNBV", "WNGV")
+# What worlds draw, besides features. Each must occur in many cells.
+DRAWN = ("overlap", "deterministic", "two calls a step", "host blocks", "more active requests than a step has",
+         "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority", "cache_salt", "return_context_logits",
+         "return_generation_logits", "return_top_log_probs", "raw_log_probs", "return_perf_metrics", "end_id",
+         "input_token_extra_ids", "prompt_embedding_table", "temperature", "repetition_penalty", "stop_words_list",
+         "no_repeat_ngram_size", "bad_words_list", "min_length", "presence_penalty", "embedding_bias")
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    return Engines(tmp_path_factory.mktemp("checkpoints"))
+
+
+def can_run(letters: str, model: str) -> bool:
+    return model != SCRIPTED or not any(FEATURES[letter].needs_model for letter in letters)
+
+
+def run_cell(engines: Engines, letters: str, model: str) -> tuple[str, int]:
+    """Return (what is wrong, number of requests for which all features took effect)."""
+    if model != SCRIPTED:
+        pytest.importorskip("torch")
+    if "G" in letters:
+        pytest.importorskip("llguidance")
+        pytest.importorskip("tokenizers")
+    met = 0
+    for seed in range(MOST_WORLDS):
+        verdict = judge(engines, letters, seed, model)
+        met += verdict.met
+        if verdict.wrong or met:
+            return verdict.wrong, met
+    return "", 0
+
+
+CELLS = [(pair, model) for model in (SCRIPTED, *MODELS) for pair in all_pairs() if can_run(pair, model)]
+
+
+@pytest.mark.parametrize("pair, model", CELLS)
+def test_a_pair_is_equal_to_alone_or_refused(engines, pair, model):
+    wrong, met = run_cell(engines, pair, model)
+    assert not wrong, wrong
+    assert met, f"the two features of {pair} never took effect in one request"
+
+
+@pytest.mark.parametrize("letters", MIXTURES)
+def test_a_mixture_is_equal_to_alone(engines, letters):
+    assert letters in mixtures(len(letters))
+    verdict = judge(engines, letters, 0, "llama" if "G" in letters else SCRIPTED)
+    assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.parametrize("letter", ORDER)
+def test_a_bug_of_a_feature_makes_a_cell_wrong(engines, letter, monkeypatch):
+    FEATURES[letter].plant(monkeypatch)
+    model = "llama" if FEATURES[letter].needs_model else SCRIPTED
+    cells = [pair for pair in all_pairs() if letter in pair and can_run(pair, model) and MARKS[pair] != "r"]
+    for pair in cells:
+        try:
+            if run_cell(engines, pair, model)[0]:
+                return
+        except Exception:                              # the engine failed, or its pool was found damaged
+            return
+    pytest.fail(f"no cell of {cells} is wrong")
+
+
+# The table itself.
+
+def test_every_pair_has_a_mark_and_every_mark_a_pair():
+    assert "".join(FEATURES) == ORDER
+    assert list(MARKS) == all_pairs() and set(MARKS.values()) <= {"=", "-", "r"}
+    assert all(MARKS[2 * letter] == "=" for letter in ORDER)
+
+
+def test_every_other_mark_has_its_reason():
+    assert {pair for pair, mark in MARKS.items() if mark != "="} <= REASONS.keys() <= MARKS.keys()
+    for pair, reason in REASONS.items():
+        mark = MARKS[pair]
+        assert (reason.off != "") == (mark == "-") and reason.off in pair
+        assert (reason.says != "") == (mark == "r" or mark == "-" and not reason.missing)
+
+
+def test_worlds_draw_every_option_often():
+    drawn = Counter(name for pair, model in CELLS if MARKS[pair] != "r" for name in World(pair, 0, model).drawn)
+    assert {name: drawn[name] for name in DRAWN if drawn[name] < 4} == {}
+
+
+def test_every_feature_describes_itself_for_the_page():
+    text = page()
+    assert all(f"[{feature.name}]({feature.page})" in text for feature in FEATURES.values())
