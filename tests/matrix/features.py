@@ -219,7 +219,7 @@ class StaticBatching(Feature):
 
     def plant(self, patch: Any) -> None:
         """The finals that a batch held back have the reason of its longest member."""
-        from batch_manager.loop.static_batch import HeldFinals
+        from batch_manager.loop.batch_scheme import HeldFinals
 
         end = HeldFinals.end
         patch.setattr(HeldFinals, "end", lambda self, request, reason: end(
