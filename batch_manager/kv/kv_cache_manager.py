@@ -44,6 +44,20 @@ class KvCacheUsage:
     host_blocks: int = 0
     used_host_blocks: int = 0
 
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of the pool."""
+        return {
+            "Max KV cache blocks": self.max_blocks,
+            # TensorRT-LLM has no cached blocks in this sense; they can be evicted at any time, so they count as free.
+            "Free KV cache blocks": self.free_blocks + self.cached_blocks,
+            "Used KV cache blocks": self.live_blocks,
+            "Tokens per KV cache block": self.tokens_per_block,
+            "Reused KV cache blocks": self.reused_blocks,
+            "Cached KV cache blocks": self.cached_blocks,
+            "Host KV cache blocks": self.host_blocks,
+            "Used Host KV cache blocks": self.used_host_blocks,
+        }
+
 
 class KvCacheManager:
     """Tracks which request holds which blocks, and which blocks are free.

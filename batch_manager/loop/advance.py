@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..handover import END_ID, NOT_FINISHED, RowFailure, ScheduledBatch, StepOutput
 from ..names import FinishReason
-from ..requests.llm_request import COMPLETE, LlmRequest, add_a_token_to_each
+from ..requests.llm_request import COMPLETE, LlmRequest
 from ..responses.deliveries import Deliveries
 from ..steps.resources import Resources
 
@@ -97,6 +97,20 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
         drafts = dict(zip(batch.generation.slots.tolist(), num_drafts.tolist()))
         _reject_drafts(drafts, starts, sampled, outcome, void, resources)
     return outcome
+
+
+def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
+    """Add a token to each request, as `LlmRequest.add_token` does. Returns the requests whose output is complete.
+
+    The function repeats the code of `add_token`. This takes a third less time than calls of it.
+    """
+    nearly: list[LlmRequest] = []
+    for request, token in zip(requests, tokens, strict=True):
+        generated = request.tokens[0]
+        generated.append(token)
+        if request.final_length - len(generated) <= 1:
+            nearly.append(request)
+    return [request for request in nearly if request.note_length()]
 
 
 def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Sequence[LlmRequest], outcome: Outcome,

@@ -77,13 +77,22 @@ class GuardedCallbacks:
         """Callback -> number of calls that raised."""
         return self.guard.failures
 
-    def take_seconds(self) -> float:
-        """Return the seconds spent inside callbacks since the last call of this method."""
-        seconds = 0.0
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of finals and callbacks; those of one iteration count from the previous call."""
+        seconds, unanswered = 0.0, self.unanswered
         for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats, self._in_after_responses):
             seconds += block.seconds
             block.seconds = 0.0
-        return seconds
+        figures = {
+            "Callback Time Microseconds": round(seconds * 1e6),
+            "Final Responses": unanswered.num_sent,
+            **unanswered.reasons,
+        }
+        for code, count in unanswered.errors.items():
+            figures[f"Errors {code.value}"] = count
+        for name, count in self.guard.failures.items():
+            figures[f"Failed {name} Callbacks"] = count
+        return figures
 
     def send(self, responses: Iterable[tuple[int, list[NamedTensor]]]) -> None:
         """Send responses that are not final.

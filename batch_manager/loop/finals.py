@@ -12,14 +12,7 @@ from ..steps.window import StepWindow
 from .active_requests import ActiveRequests
 from .callbacks import GuardedCallbacks
 from .intake import Intake
-
-FINALS_BY_REASON = {
-    FinishReason.END_ID: "Finals End ID",
-    FinishReason.STOP_WORDS: "Finals Stop Words",
-    FinishReason.LENGTH: "Finals Length",
-    FinishReason.TIMED_OUT: "Finals Timed Out",
-    FinishReason.CANCELLED: "Finals Cancelled",
-}
+from .unanswered import FINALS_BY_REASON
 
 
 class Finals:
@@ -32,8 +25,6 @@ class Finals:
     ended_at       request id -> when its final was sent, in seconds of the engine's clock, of the accepted requests
                    that ended since the last call of `take_end_times`; empty without a trace hook
     errors         error code -> number of finals with this code
-    reasons        name of a statistic, such as "Finals Length" -> number of finals for this reason; finals with an
-                   error are not counted
     """
 
     def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
@@ -49,7 +40,6 @@ class Finals:
         self.ended: list[int] = []
         self.end_reasons: dict[str, list[int]] | None = None
         self.ended_at: dict[int, float] = {}
-        self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
 
     @property
     def num_sent(self) -> int:
@@ -159,7 +149,7 @@ class Finals:
         tensors = self._deliveries.response(request, delivery, reason)
         if metrics is not None:
             tensors += self._deliveries.tensors_of(metrics)
-        self.reasons[FINALS_BY_REASON[reason]] += 1
+        self._unanswered.reasons[FINALS_BY_REASON[reason]] += 1
         self._note_end(reason.name, request.request_id)
         self._callbacks.send_final(request.request_id, tensors)
 

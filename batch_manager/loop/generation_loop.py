@@ -32,7 +32,7 @@ from .advance import Outcome, advance
 from .batch_scheme import BatchScheme
 from .callbacks import GuardedCallbacks
 from .intake import Intake
-from .iteration_record import IterationRecord, Totals
+from .iteration_record import IterationRecord
 from .phase_times import PhaseTimes
 from .reporter import Reporter
 
@@ -70,7 +70,6 @@ class GenerationLoop:
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
         self.iteration = 0
-        self.totals = Totals()
         self.deliveries = deliveries
         self._scheme = scheme
         self.timings = intake.timings
@@ -81,8 +80,8 @@ class GenerationLoop:
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
-            callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, timings=intake.timings,
-            scheme=scheme,
+            callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
+            owners=(intake, self.timings, self.window, self._runner, callbacks, *resources),
             other_settings={"static_batching": scheme.is_static,
                             "enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
@@ -246,7 +245,7 @@ class GenerationLoop:
                 raise SchedulerContractError(self.scheduler, f"its plan exceeds a resource: {error.fact}") from error
             batch = self._scheme.padded(batch, plan)
             if batch.context:
-                self.totals.recomputed_tokens += self.timings.note_contexts(batch, plan.context_requests, self.kv)
+                self.timings.note_contexts(batch, plan.context_requests, self.kv)
                 record.chunks = [(request.request_id, work.start, len(work.token_ids))
                                  for request, work in zip(plan.context_requests, batch.context, strict=True)]
         record.plan = plan
@@ -355,30 +354,16 @@ class GenerationLoop:
         if record.active_requests or record.had_refusals and self.failure is None:
             if record.kv_cache is None:    # nothing was launched
                 record.kv_cache = self.kv.usage()
-            self._send_record(record)
+            self.reporter.report(record)
+            self.iteration += 1
             if self._flush_stats_when_idle and record.active_requests and self.is_empty:
                 self.window.drop_all()    # no request needs their results
-                self._send_record(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
-                                                  self.clock.monotonic(), kv_cache=self.kv.usage()))
+                self.reporter.report(IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
+                                                     self.clock.monotonic(), kv_cache=self.kv.usage()))
+                self.iteration += 1
             if self._phase_times is not None:
                 record.end_reasons = self.finals.take_end_reasons()
                 record.finished_at_s = self.finals.take_end_times(record.finished)
                 record.started_at, phases_us = self._phase_times.take()
                 self.reporter.trace(record, phases_us, len(self.intake))
         return record.active_requests > 0 or record.had_refusals or bool(self.callbacks.fetched)
-
-    def _send_record(self, record: IterationRecord) -> None:
-        totals = self.totals
-        totals.discarded_tokens = self.window.num_discarded_tokens
-        totals.steps_in_flight = len(self.window)
-        totals.queued_requests = len(self.intake)
-        totals.queued_tokens = self.intake.queued_tokens
-        totals.accepted, totals.refused = self.intake.num_accepted, self.intake.num_refused
-        totals.prompt_tokens, totals.reasons = self.intake.num_prompt_tokens, self.finals.reasons
-        totals.failed_steps = self._runner.num_failed_steps
-        totals.clamped_requests = self.intake.num_warnings
-        if self._resources.others:
-            record.figures = self._resources.figures()
-        totals.unaddressable_items = self.unanswered.num_unaddressable
-        self.reporter.report(record, totals)
-        self.iteration += 1

@@ -78,6 +78,7 @@ class Intake:
         self.is_terminating = False
         self.num_warnings = 0
         self.num_prompt_tokens = 0
+        self._reported = 0, 0    # accepted and refused items in the statistics so far
 
     def __len__(self) -> int:
         """The number of accepted requests that wait to become active."""
@@ -97,14 +98,24 @@ class Intake:
         return self._unanswered.num_refused
 
     @property
-    def queued_tokens(self) -> int:
-        """Number of prompt tokens of the requests that wait to become active."""
-        return self._queued_tokens
-
-    @property
     def unaddressable(self) -> int:
         """Number of items without a usable id, for which no response can be sent."""
         return self._unanswered.num_unaddressable
+
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of the intake; those of one iteration count from the previous call."""
+        unanswered = self._unanswered
+        accepted, refused = self._reported
+        self._reported = unanswered.num_accepted, unanswered.num_refused
+        return {
+            "New Requests": unanswered.num_accepted - accepted,
+            "Refused Requests": unanswered.num_refused - refused,
+            "Accepted Prompt Tokens": self.num_prompt_tokens,
+            "Queued Requests": len(self._queue),
+            "Queued Tokens": self._queued_tokens,
+            "Clamped Requests": self.num_warnings,
+            "Unaddressable Items": unanswered.num_unaddressable,
+        }
 
     def holds(self, request_id: int) -> bool:
         return request_id in self._queued_ids

@@ -25,7 +25,6 @@ class IterationRecord:
                        iteration; None before that time
     generated_tokens   tokens appended to requests
     had_refusals       whether items were refused
-    figures            name -> value of the statistics of resources other than KV cache blocks, such as adapters
     arrived, finished  ids of the requests that were accepted, and of accepted requests that ended
     arrived_at_s       when each request of `arrived` arrived, in seconds of the engine's clock
     finished_at_s      when the final of each request of `finished` was sent, in seconds of the engine's clock; filled
@@ -45,7 +44,6 @@ class IterationRecord:
     kv_cache: KvCacheUsage | None = None
     generated_tokens: int = 0
     had_refusals: bool = False
-    figures: dict[str, int] = field(default_factory=dict)
     arrived: tuple[int, ...] = ()
     arrived_at_s: tuple[float, ...] = ()
     finished: tuple[int, ...] = ()
@@ -53,30 +51,3 @@ class IterationRecord:
     room: int | None = None
     waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
     end_reasons: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the construction of the loop, and current values, for statistics.
-
-    recomputed_tokens   context tokens computed again after a pause; tokens in reused blocks do not count
-    discarded_tokens    tokens of requests that had ended when their step was read, and of void rows. A void row is
-                        a row of a step that ran on the missing results of a failed step
-    steps_in_flight     steps that were launched and not yet read
-    queued_requests, queued_tokens   accepted requests that wait to become active, and their prompt tokens
-    accepted, refused   numbers of accepted and of refused items
-    prompt_tokens       prompt tokens of accepted requests
-    """
-
-    recomputed_tokens: int = 0
-    discarded_tokens: int = 0
-    steps_in_flight: int = 0
-    queued_requests: int = 0
-    queued_tokens: int = 0
-    accepted: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    failed_steps: int = 0
-    clamped_requests: int = 0
-    unaddressable_items: int = 0

@@ -1,20 +1,27 @@
 """Reports an iteration: statistics to the statistics callback, and a trace to the trace hook."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from math import inf
 from operator import index
+from typing import Protocol
 
 from ..config import Limits
 from ..seams import Clock, MemoryUsage, ModelBackend
-from ..stats.iteration_stats import IterationStats
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
 from .batch_scheme import BatchScheme
 from .callbacks import GuardedCallbacks
-from .iteration_record import IterationRecord, Totals
-from .timings import Timings
+from .iteration_record import IterationRecord
+
+
+class StatisticsOwner(Protocol):
+    """An object that counts something for the statistics."""
+
+    def figures(self) -> Mapping[str, int]:
+        """Return its statistics for the next record: key -> value. STATISTICS has a row for each key."""
+        ...
 
 
 class Reporter:
@@ -24,17 +31,17 @@ class Reporter:
     """
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, limits: Limits,
-                 scheme: BatchScheme, trace: Callable[[IterationTrace], None] | None, timings: Timings,
+                 scheme: BatchScheme, trace: Callable[[IterationTrace], None] | None, owners: Sequence[StatisticsOwner],
                  other_settings: Mapping[str, int | str]) -> None:
         """
+        owners           give their statistics to each record, before those of the backend
         other_settings   name -> value of the settings that a trace has beside the limits
         """
         self._callbacks = callbacks
         self._backend = backend
         self._clock = clock
-        self._timings = timings
         self._scheme = scheme
-        self._accepted = self._refused = 0    # in the records so far
+        self._figures = [owner.figures for owner in owners]
         self._max_requests = limits.max_num_sequences
         self._settings = settings_of(limits) | dict(other_settings)    # empty once they are in a trace
         self._trace = trace
@@ -62,54 +69,32 @@ class Reporter:
         with self._in_trace:
             hook(trace)
 
-    def report(self, record: IterationRecord, totals: Totals) -> None:
-        """Call the statistics callback, if there is one."""
-        callbacks = self._callbacks
-        if not callbacks.wants_stats:
+    def report(self, record: IterationRecord) -> None:
+        """Call the statistics callback, if there is one, with the figures of all owners."""
+        if not self._callbacks.wants_stats:
             return
         assert record.kv_cache is not None
-        unanswered = callbacks.unanswered
-        timings, now = self._timings, self._clock.monotonic()
-        started, queue_seconds, longest_queue_seconds = timings.take_started() if timings.started else (0, 0.0, 0.0)
-        new_requests, refused_requests = totals.accepted - self._accepted, totals.refused - self._refused
-        self._accepted, self._refused = totals.accepted, totals.refused
-        stats = IterationStats(
-            timestamp=self._clock.timestamp(),
-            iteration=record.number,
-            active_requests=record.active_requests,
-            max_requests=self._max_requests,
-            memory=self._memory_now(),
-            kv_cache=record.kv_cache,
-            of_step=self._scheme.figures(record),
-            generated_tokens=record.generated_tokens,
-            recomputed_tokens=totals.recomputed_tokens,
-            discarded_tokens=totals.discarded_tokens,
-            steps_in_flight=totals.steps_in_flight,
-            queued_requests=totals.queued_requests,
-            queued_tokens=totals.queued_tokens,
-            monotonic_seconds=now,
-            new_requests=new_requests,
-            refused_requests=refused_requests,
-            prompt_tokens=totals.prompt_tokens,
-            lookup_tokens=timings.lookup_tokens,
-            hit_tokens=timings.hit_tokens,
-            oldest_wait_seconds=timings.oldest_wait_s(now) if timings.waiting else 0.0,
-            started_requests=started,
-            queue_seconds=queue_seconds,
-            longest_queue_seconds=longest_queue_seconds,
-            reasons=totals.reasons,
-            callback_seconds=callbacks.take_seconds(),
-            iteration_seconds=max(now - record.started_at, 0.0),
-            finals=unanswered.num_sent,
-            failed_steps=totals.failed_steps,
-            clamped_requests=totals.clamped_requests,
-            unaddressable_items=totals.unaddressable_items,
-            errors=unanswered.errors,
-            callback_failures=callbacks.guard.failures,
-            dispatch=self._backend.info.dispatch,
-            figures=record.figures if self._figures_of_backend is None else record.figures | self._figures_now(),
-        )
-        callbacks.return_stats(to_json(_record(stats)).decode())
+        now = self._clock.monotonic()
+        memory, of_backend = self._memory_now(), self._figures_now()    # before the failed calls are counted
+        statistics: dict[str, int | str] = {
+            "Timestamp": self._clock.timestamp(),
+            "Monotonic Microseconds": round(now * 1e6),
+            "Iteration Counter": record.number,
+            "Iteration Latency Microseconds": round(max(now - record.started_at, 0.0) * 1e6),
+            "Active Request Count": record.active_requests,
+            "Max Request Count": self._max_requests,
+            "Generated Tokens": record.generated_tokens,
+            "Runtime GPU Memory Usage": memory.gpu,
+            "Runtime CPU Memory Usage": memory.cpu,
+            "Runtime Pinned Memory Usage": memory.pinned,
+            "Kernel Dispatch": self._backend.info.dispatch,
+        }
+        statistics |= self._scheme.figures(record)
+        statistics |= record.kv_cache.figures()
+        for figures in self._figures:
+            statistics |= figures()
+        statistics |= of_backend
+        self._callbacks.return_stats(to_json(statistics).decode())
 
     def _figures_now(self) -> dict[str, int]:
         """Return the statistics of the backend, name -> value; empty if the backend has none or raises."""
@@ -137,59 +122,3 @@ def settings_of(limits: Limits) -> dict[str, int | str]:
         settings["max_num_sequences"] = -1
     return {name: value.name if isinstance(value, Enum) else value for name, value in settings.items()}
 
-
-def _record(stats: IterationStats) -> dict[str, int | str]:
-    """Return the statistics by name.
-
-    The first group of names is TensorRT-LLM's, spelled identically. Numbers are integers, times are in microseconds.
-    """
-    kv = stats.kv_cache
-    record: dict[str, int | str] = {
-        "Timestamp": stats.timestamp,
-        "Iteration Counter": stats.iteration,
-        "Active Request Count": stats.active_requests,
-        "Max Request Count": stats.max_requests,
-        "Runtime GPU Memory Usage": stats.memory.gpu,
-        "Runtime CPU Memory Usage": stats.memory.cpu,
-        "Runtime Pinned Memory Usage": stats.memory.pinned,
-        "Max KV cache blocks": kv.max_blocks,
-        # TensorRT-LLM has no cached blocks in this sense; they can be evicted at any time, so they count as free.
-        "Free KV cache blocks": kv.free_blocks + kv.cached_blocks,
-        "Used KV cache blocks": kv.live_blocks,
-        "Tokens per KV cache block": kv.tokens_per_block,
-        "Reused KV cache blocks": kv.reused_blocks,
-        **stats.of_step,
-
-        "Cached KV cache blocks": kv.cached_blocks,
-        "Host KV cache blocks": kv.host_blocks,
-        "Used Host KV cache blocks": kv.used_host_blocks,
-        "Queued Requests": stats.queued_requests,
-        "Generated Tokens": stats.generated_tokens,
-        "Recomputed Tokens": stats.recomputed_tokens,
-        "Discarded Tokens": stats.discarded_tokens,
-        "Iterations In Flight": stats.steps_in_flight,
-        "Final Responses": stats.finals,
-        "Failed Steps": stats.failed_steps,
-        "Clamped Requests": stats.clamped_requests,
-        "Unaddressable Items": stats.unaddressable_items,
-        "Callback Time Microseconds": round(stats.callback_seconds * 1e6),
-        "Iteration Latency Microseconds": round(stats.iteration_seconds * 1e6),
-        "Kernel Dispatch": stats.dispatch,
-        "Monotonic Microseconds": round(stats.monotonic_seconds * 1e6),
-        "New Requests": stats.new_requests,
-        "Refused Requests": stats.refused_requests,
-        "Accepted Prompt Tokens": stats.prompt_tokens,
-        "Cache Lookup Tokens": stats.lookup_tokens,
-        "Cache Hit Tokens": stats.hit_tokens,
-        "Queued Tokens": stats.queued_tokens,
-        "Oldest Wait Microseconds": round(stats.oldest_wait_seconds * 1e6),
-        "Started Requests": stats.started_requests,
-        "Queue Time Microseconds": round(stats.queue_seconds * 1e6),
-        "Longest Queue Time Microseconds": round(stats.longest_queue_seconds * 1e6),
-        **stats.reasons,
-    }
-    for code, count in stats.errors.items():
-        record[f"Errors {code.value}"] = count
-    for name, count in stats.callback_failures.items():
-        record[f"Failed {name} Callbacks"] = count
-    return record | stats.figures

@@ -12,23 +12,22 @@ from ..responses.perf_metrics import NANOSECONDS, PerfMetrics
 from ..seams import Clock
 from ..steps.resources import Resources
 
+MICROSECONDS = 10**6
+
 
 class Timings:
     """Arrival times of requests that have not started, and the metrics of requests with `return_perf_metrics`.
 
     asking           request id -> metrics so far, of requests with `return_perf_metrics`
     waiting          request id -> arrival in seconds of the clock, of accepted requests that were in no step yet
-    lookup_tokens    number of prompt tokens of all requests at their first start; 0 without block reuse
-    hit_tokens       how many of the `lookup_tokens` were cached
-    started          number of first starts of requests since the last call of `take_started`. A start after a pause
-                     does not count
+    recomputed_tokens   number of context tokens computed again after a pause; tokens in reused blocks do not count
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.asking: dict[int, PerfMetrics] = {}
         self.waiting: OrderedDict[int, float] = OrderedDict()
-        self.started = self.lookup_tokens = self.hit_tokens = 0
+        self.recomputed_tokens = self._lookup_tokens = self._hit_tokens = self._started = 0
         self._queue_s = self._longest_queue_s = 0.0
 
     def accept(self, admitted: Admitted, arrived_at: float) -> None:
@@ -37,19 +36,17 @@ class Timings:
         if admitted.response.return_perf_metrics:
             self.asking[request_id] = PerfMetrics(arrival_time_ns=_ns(arrived_at))
 
-    def note_contexts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> int:
+    def note_contexts(self, batch: ScheduledBatch, contexts: Sequence[LlmRequest], kv: KvCacheManager) -> None:
         """Note the starts of requests, and the tokens that paused requests compute again.
 
         contexts   the context requests of `batch`, which is about to be launched
-
-        Returns the number of tokens that are computed again.
         """
         waiting = self.waiting
-        now, recomputed = None, 0
+        now = None
         for work, request in zip(batch.context, contexts):
             if request.num_pauses:
                 again = request.num_recomputed(work.start, len(work.token_ids))
-                recomputed += again
+                self.recomputed_tokens += again
                 metrics = self.asking.get(request.request_id)
                 if metrics is not None:
                     self.asking[request.request_id] = replace(
@@ -58,32 +55,35 @@ class Timings:
                 continue
             request_id, now = request.request_id, self._clock.monotonic() if now is None else now
             queue_s = max(now - waiting.pop(request_id), 0.0)
-            self.started += 1
+            self._started += 1
             if kv.enable_block_reuse:
-                self.lookup_tokens += request.prompt_len
-                self.hit_tokens += kv.reused_tokens(request)
+                self._lookup_tokens += request.prompt_len
+                self._hit_tokens += kv.reused_tokens(request)
             self._queue_s += queue_s
             self._longest_queue_s = max(self._longest_queue_s, queue_s)
             if request_id in self.asking:
                 self.asking[request_id] = replace(self.asking[request_id], first_scheduled_time_ns=_ns(now),
                                                   cached_tokens=kv.reused_tokens(request))
-        return recomputed
 
-    def take_started(self) -> tuple[int, float, float]:
-        """Return (number of requests that started since the last call, sum and maximum of their queue times).
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of starts and waits; those of one iteration count from the previous call.
 
-        Times are in seconds. Requests that start again after a pause are not counted.
+        Started requests are those in a step for the first time; a start after a pause does not count. Tokens are
+        looked up at the first start, with block reuse.
         """
-        taken = self.started, self._queue_s, self._longest_queue_s
-        self.started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
-        return taken
-
-    def oldest_wait_s(self, now: float) -> float:
-        """Seconds since the arrival of the first admitted request that was in no step yet; 0.0 without such a request.
-        """
-        for arrived_at in self.waiting.values():
-            return max(now - arrived_at, 0.0)
-        return 0.0
+        oldest = next(iter(self.waiting.values()), None)
+        oldest_wait_s = 0.0 if oldest is None else max(self._clock.monotonic() - oldest, 0.0)
+        figures = {
+            "Cache Lookup Tokens": self._lookup_tokens,
+            "Cache Hit Tokens": self._hit_tokens,
+            "Recomputed Tokens": self.recomputed_tokens,
+            "Oldest Wait Microseconds": round(oldest_wait_s * MICROSECONDS),
+            "Started Requests": self._started,
+            "Queue Time Microseconds": round(self._queue_s * MICROSECONDS),
+            "Longest Queue Time Microseconds": round(self._longest_queue_s * MICROSECONDS),
+        }
+        self._started, self._queue_s, self._longest_queue_s = 0, 0.0, 0.0
+        return figures
 
     def note_tokens(self, requests: Iterable[LlmRequest], void: Collection[LlmRequest]) -> None:
         """Record the time for each request with `return_perf_metrics` that got a token in the step just read.

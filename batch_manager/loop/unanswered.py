@@ -22,7 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BatchManagerError
-from ..names import ErrorCode
+from ..names import ErrorCode, FinishReason
+
+FINALS_BY_REASON = {
+    FinishReason.END_ID: "Finals End ID",
+    FinishReason.STOP_WORDS: "Finals Stop Words",
+    FinishReason.LENGTH: "Finals Length",
+    FinishReason.TIMED_OUT: "Finals Timed Out",
+    FinishReason.CANCELLED: "Finals Cancelled",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,11 @@ class UnansweredItems:
     num_accepted, num_refused, num_unaddressable   numbers of items with each decision
     num_sent     number of final callbacks that were started
     errors       error code -> number of final callbacks that were started with this code
+    reasons      name of a statistic, such as "Finals Length" -> number of finals for this reason, without errors
     """
 
     __slots__ = ("undecided", "refusals", "alive", "num_accepted", "num_refused", "num_unaddressable", "num_sent",
-                 "errors")
+                 "errors", "reasons")
 
     def __init__(self) -> None:
         self.undecided: list[Any] = []
@@ -59,6 +68,7 @@ class UnansweredItems:
         self.num_unaddressable = 0
         self.num_sent = 0
         self.errors: dict[ErrorCode, int] = {}
+        self.reasons = dict.fromkeys(FINALS_BY_REASON.values(), 0)
 
     # Decisions on the undecided item. They make no calls: see the docstring of the module.
 

@@ -253,17 +253,3 @@ class LlmRequest:
     def __repr__(self) -> str:
         return (f"LlmRequest({self.request_id}, {self.state.name}, prompt_len={self.prompt_len}, "
                 f"generated={self.total_generated_tokens})")
-
-
-def add_a_token_to_each(requests: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
-    """Add a token to each request, as `add_token` does. Returns the requests whose output is complete.
-
-    The function repeats the code of `add_token`. This takes a third less time than calls of `add_token`.
-    """
-    nearly: list[LlmRequest] = []
-    for request, token in zip(requests, tokens, strict=True):
-        generated = request.tokens[0]
-        generated.append(token)
-        if request.final_length - len(generated) <= 1:
-            nearly.append(request)
-    return [request for request in nearly if request.note_length()]

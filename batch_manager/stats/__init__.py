@@ -2,6 +2,6 @@
 
 Owns     the names of the statistics and their meaning
 Not      decisions: no decision depends on a statistic
-Yours    a new statistic is a field of IterationStats, a line of loop/reporter.py and a row of
-         statistics_table.py; a Resource names its own statistics (steps/resources.py)
+Yours    a new statistic is a line of `figures` of its owner (those in loop/generation_loop.py, and the backend) and a
+         row of statistics_table.py
 """

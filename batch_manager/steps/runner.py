@@ -57,6 +57,10 @@ class StepRunner:
         self._log = RateLimitedLog(guard.monotonic)
         self.num_failed_steps = 0
 
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of the runner."""
+        return {"Failed Steps": self.num_failed_steps}
+
     def start(self, batch: ScheduledBatch) -> RunningStep:
         """Launch a batch. If the launch fails, `read` reports the failure. Raises DeviceLostError."""
         if self._device_work.has_pending:

@@ -67,6 +67,10 @@ class StepWindow:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of the window."""
+        return {"Discarded Tokens": self.num_discarded_tokens, "Iterations In Flight": len(self._steps)}
+
     @property
     def is_full(self) -> bool:
         return len(self._steps) == self.depth

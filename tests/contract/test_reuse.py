@@ -158,7 +158,7 @@ def test_context_logits_survive_a_pause_after_which_the_prompt_is_found_in_the_c
     prompts = {1: TRUNK, 2: list(range(400, 420))}
     world.client.pending = [new_request(i, prompt, 20, return_context_logits=True) for i, prompt in prompts.items()]
     world.run()
-    assert world.loop.totals.recomputed_tokens > 0
+    assert world.loop.timings.recomputed_tokens > 0
     assert len(chunks(world, 2)) == 2 and chunks(world, 2)[1][0] > 0
     for i, prompt in prompts.items():
         follow = [world.expected(prompt[:n], 1)[0] for n in range(1, len(prompt) + 1)]

@@ -141,7 +141,7 @@ def test_pauses_and_what_they_cost(make_world, new_request):
     world.client.on_send = lambda request_id, response: seen.update({request_id: response})
     world.run()
     found = [metrics_of(world, i) for i in range(4)]
-    recomputed = world.loop.totals.recomputed_tokens
+    recomputed = world.loop.timings.recomputed_tokens
     assert recomputed and sum(metrics.recomputed_tokens for metrics in found) == recomputed
     assert found[0].num_pauses == 0 and sum(metrics.num_pauses for metrics in found) > 0
     assert found[0].kv_cache_alloc_new_blocks == 3, "12 tokens are computed, in blocks of 4"

@@ -178,7 +178,7 @@ class Stream:
         self.seen["reused blocks"] = world.loop.kv.usage().reused_blocks
         self.seen["evicted blocks"] = world.loop.kv.usage().evicted_blocks
         self.seen["discarded tokens"] = world.loop.window.num_discarded_tokens
-        self.seen["recomputed tokens"] = world.loop.totals.recomputed_tokens
+        self.seen["recomputed tokens"] = world.loop.timings.recomputed_tokens
 
     def _item(self, i: int, r: dict) -> InferenceRequest:
         tensors = {"input_ids": r["prompt"], "request_output_len": r["count"], "end_id": r["end_id"]}

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from batch_manager.loop.advance import add_a_token_to_each
 from batch_manager.names import LlmRequestState
 from batch_manager.requests import llm_request
-from batch_manager.requests.llm_request import TRANSITIONS, LlmRequest, add_a_token_to_each
+from batch_manager.requests.llm_request import TRANSITIONS, LlmRequest
 
 
 def _generating(request_id: int, num_tokens_left: int) -> LlmRequest:

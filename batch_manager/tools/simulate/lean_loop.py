@@ -9,9 +9,10 @@ import numpy as np
 from ...config import TrtGptModelOptionalParams
 from ...contained_log import RateLimitedLog
 from ...errors import RequestError, counted
+from ...loop.advance import add_a_token_to_each
 from ...loop.generation_loop import GenerationLoop
 from ...requests.inference_request import InferenceRequest
-from ...requests.llm_request import CONTEXT, LAST_TOKEN, LlmRequest, add_a_token_to_each
+from ...requests.llm_request import CONTEXT, LAST_TOKEN, LlmRequest
 from ...scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from ...scheduling.chunking import chunk_after_reuse, first_come_first_served
 from ...scheduling.micro_batch import TokenBudgetScheduler

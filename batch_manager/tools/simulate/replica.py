@@ -71,7 +71,7 @@ class Replica:
     @property
     def recomputed_tokens(self) -> int:
         """Number of tokens computed again after a pause."""
-        return self._loop.totals.recomputed_tokens if self._lean is None else self._lean.recomputed_tokens
+        return self._loop.timings.recomputed_tokens if self._lean is None else self._lean.recomputed_tokens
 
     @property
     def reused_tokens(self) -> int:
