@@ -81,7 +81,7 @@ class GenerationLoop:
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
-            owners=(intake, self.timings, self.window, self._runner, callbacks, *resources),
+            owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources),
             other_settings={"static_batching": scheme.is_static,
                             "enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})

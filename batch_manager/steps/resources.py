@@ -113,6 +113,13 @@ class Resources:
         return ScheduledBatch(iteration, micro_batch_id, context, generation,
                               max_beam_width=self._kv.sequences.max_beam_width)
 
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of all resources besides blocks."""
+        figures: dict[str, int] = {}
+        for resource in self.others:
+            figures |= resource.figures()
+        return figures
+
     def blocks_since_start(self, request: LlmRequest) -> tuple[int, int]:
         """Return how many blocks the request has taken from the pool since it started, and how many it found in the
         cache. A paused request that starts again counts from zero."""
