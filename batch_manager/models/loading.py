@@ -12,8 +12,9 @@ from ..layers.context import LayerContext
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
-from ..weights.source import DummyWeights
+from ..weights.source import DummyWeights, Weights
 from .class_check import refuse_wrong_spec
+from .decoder import WHOLE, Stage
 from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .registry import Model, causal_class_of, find_model, is_shipped, known_architectures, model_type_of
@@ -50,8 +51,8 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
-               free_bytes: int | None = None, model_implementation: str = "auto") -> LoadedModel:
-    """Load the model of the checkpoint at `path`.
+               free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE) -> LoadedModel:
+    """Load the model of the checkpoint at `path`, or a stage of it.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
                     states none; on a CPU float32
@@ -62,6 +63,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     model_implementation   "native": a class of this package, or a registered one; "transformers": transformers' own
                            class with the engine's attention; "auto": "native" if there is such a class for the
                            architecture and model type
+    stage           the layers to load; ConfigError if the model class has no stages. `LoadedModel.spec` is that of the
+                    stage
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
                            UnsupportedModelError; InsufficientMemoryError
     """
@@ -86,23 +89,34 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                           "batch_manager.layers, attention, and element-wise sums and products between them",
                           "set deterministic = True in the class if it computes only with these, or leave the option "
                           "out")
+    if stage != WHOLE and not getattr(model_class, "has_stages", False):
+        raise ConfigError(f"stage {stage.index} of {stage.count} is wanted, and the model class is "
+                          f"{model_class.__name__}, which has no stages", "expected a class with has_stages = True",
+                          "load the whole model")
+    local = spec if stage == WHOLE else stage.part_of(spec, model_class.per_layer)
+
+    def make(weights: Weights) -> Model:
+        return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
     try:
         with torch.inference_mode():
             if load_format == "dummy":
-                refuse_too_many_weights(spec.num_weights, checkpoint, device, dtype, free_bytes)
+                refuse_too_many_weights(local.num_weights, checkpoint, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
-                model = model_class(spec, weights, context)
-                return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids,
-                                   implementation)
-            weights = checkpoint.weights(device, dtype)
-            # A tensor is allocated only if the configuration and the files both have it, so the smaller number bounds
-            # the memory. Differences between them are refused below, with the tensor's name.
-            refuse_too_many_weights(min(spec.num_weights, weights.num_weights), checkpoint, device, dtype, free_bytes)
-            model = model_class(spec, weights, context)
-            weights.finish(model.harmless_tensors)
-            return LoadedModel(spec, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation)
+                model = make(weights)
+            else:
+                weights = checkpoint.weights(device, dtype)
+                # A tensor is allocated only if the configuration and the files both have it, so the smaller number
+                # bounds the memory. Differences between them are refused below, with the tensor's name.
+                refuse_too_many_weights(min(local.num_weights, weights.num_weights), checkpoint, device, dtype,
+                                        free_bytes)
+                model = make(weights)
+                if stage == WHOLE:
+                    weights.finish(model.harmless_tensors)
+                else:                                  # the stage did not request the tensors of other stages
+                    check_tensors(checkpoint, model_class, spec, dtype)
+            return LoadedModel(local, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise

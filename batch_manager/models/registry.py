@@ -29,6 +29,8 @@ class Model(Protocol):
     deterministic      optional; absent means False. True if the class computes only with layers of
                        batch_manager.layers, attention, and element-wise sums and products between them. If the
                        LayerContext is deterministic, a row's bits then depend on that row only
+    has_stages         optional; absent means False. True if the constructor takes a `Stage` as its fourth argument, and
+                       `per_layer` names the fields of the spec with an entry for each layer; see decoder.py
     """
 
     harmless_tensors: tuple[str, ...]
