@@ -88,7 +88,16 @@ def reference() -> str:
     for module in ("batch_manager", "batch_manager.aio"):
         parts.append(f"## `{module}`\n")
         parts += [f"::: {identifier}\n" for identifier in public_names(module)]
+    parts.append(f"## Keys of `STATISTICS`\n\n{statistics()}\n")
     return "\n".join(parts)
+
+
+def statistics() -> str:
+    """The table of all statistics."""
+    from batch_manager.stats.statistics_table import STATISTICS
+
+    rows = [f"| {row.name} | {row.unit} | {row.time} | {row.schemes} | {row.meaning} |" for row in STATISTICS]
+    return "\n".join(["| key | unit | time | batching schemes | meaning |", "|---|---|---|---|---|", *rows])
 
 
 def public_names(module: str) -> list[str]:

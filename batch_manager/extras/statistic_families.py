@@ -8,7 +8,9 @@ from typing import Any
 import orjson
 
 from ..errors import ConfigError, type_name
+from ..names import ErrorCode
 from ..responses.perf_metrics import PerfMetrics
+from ..stats.statistics_table import START, STATISTICS, Statistic
 
 # The families of TensorRT-LLM's Triton backend: family -> (label, {value of the label: key of the statistics})
 NV_TRT_LLM: dict[str, tuple[str, dict[str, str]]] = {
@@ -97,6 +99,7 @@ class Family:
     label         name of the label that distinguishes the values; "": no label, and a single value with the key ""
     values        function (LatestStatistics) -> {value of the label: number}; {}: nothing to publish
     is_counter    whether values only grow
+    keys          the keys of the statistics that the values come from
     """
 
     names: tuple[str, ...]
@@ -104,6 +107,7 @@ class Family:
     label: str
     values: Callable[[LatestStatistics], dict[str, float]]
     is_counter: bool = False
+    keys: frozenset[str] = frozenset()
 
     @property
     def is_nv_trt_llm(self) -> bool:
@@ -118,20 +122,29 @@ def _nv_trt_llm(name: str, label: str, keys: dict[str, str]) -> Family:
             return {}
         return {category: statistics.received_at_s if key == "Timestamp" else record[key]
                 for category, key in keys.items()}
-    return Family((name,), f"{label} of the batch manager", label, values)
+    return Family((name,), f"{label} of the batch manager", label, values, keys=frozenset(keys.values()))
 
 
 def _from_record(key: str, description: str, *names: str, is_counter: bool = False) -> Family:
     return Family(names, description, "",
-                  lambda statistics: {"": statistics.record.get(key, 0)} if statistics.record else {}, is_counter)
+                  lambda statistics: {"": statistics.record.get(key, 0)} if statistics.record else {}, is_counter,
+                  frozenset([key]))
 
 
 def _summed(key: str, *names: str) -> Family:
     description = f"{key}, since the start"
     if key.endswith("Microseconds"):
         return Family(names, f"{description}, in seconds", "",
-                      lambda statistics: {"": statistics.sums[key] * MICROSECONDS}, is_counter=True)
-    return Family(names, description, "", lambda statistics: {"": statistics.sums[key]}, is_counter=True)
+                      lambda statistics: {"": statistics.sums[key] * MICROSECONDS}, True, frozenset([key]))
+    return Family(names, description, "", lambda statistics: {"": statistics.sums[key]}, True, frozenset([key]))
+
+
+def _of_row(row: Statistic) -> Family:
+    """A family of a statistic for which no dashboard of another engine has a name."""
+    key = row.name
+    return Family((f"batch_manager_{key.lower().replace(' ', '_')}",), f"{key}: {row.meaning} ({row.time})", "",
+                  lambda statistics: {"": statistics.record[key]} if key in statistics.record else {},
+                  row.time == START, frozenset([key]))
 
 
 def _used_share(statistics: LatestStatistics) -> dict[str, float]:
@@ -150,7 +163,7 @@ def _errors(statistics: LatestStatistics) -> dict[str, float]:
     return {key.removeprefix(ERRORS): count for key, count in statistics.record.items() if key.startswith(ERRORS)}
 
 
-FAMILIES: tuple[Family, ...] = (
+NAMED: tuple[Family, ...] = (
     *(_nv_trt_llm(name, label, keys) for name, (label, keys) in NV_TRT_LLM.items()),
     _from_record("Scheduled Requests", "Requests in the last step",
                  "vllm:num_requests_running", "sglang:num_running_reqs"),
@@ -172,8 +185,9 @@ FAMILIES: tuple[Family, ...] = (
                  is_counter=True),
     _from_record("Failed Steps", "Steps that raised", "batch_manager_failed_steps", is_counter=True),
     Family(("vllm:request_success",), "Requests that ended without an error", "finished_reason", _ended,
-           is_counter=True),
-    Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, is_counter=True),
+           True, frozenset(FINALS)),
+    Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, True,
+           frozenset([f"{ERRORS}{code.value}" for code in ErrorCode])),
     _summed("Generated Tokens", "vllm:generation_tokens", "sglang:generation_tokens"),
     _summed("Paused Requests", "vllm:num_preemptions"),
     _summed("New Requests", "batch_manager_new_requests"),
@@ -181,3 +195,7 @@ FAMILIES: tuple[Family, ...] = (
     _summed("Callback Time Microseconds", "batch_manager_callback_seconds"),
     _summed("Iteration Latency Microseconds", "batch_manager_iteration_seconds"),
 )
+
+# Those of NAMED, and every other number of STATISTICS.
+FAMILIES = (*NAMED, *(_of_row(row) for row in STATISTICS
+                      if row.unit != "text" and not any(row.name in family.keys for family in NAMED)))

@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import inspect
 import json
 import logging
 import os
 import pickle
+import re
 import threading
 import time
 from decimal import Decimal
@@ -29,6 +31,16 @@ def test_the_constructor_starts_the_worker_and_all_callbacks_run_on_it(make_mana
     make_manager(client)
     client.wait_for_finals(1)
     assert len(client.threads) == 1 and threading.get_ident() not in client.threads
+
+
+def test_the_contract_names_each_key_of_health_and_no_other(make_manager, new_client):
+    keys = make_manager(new_client()).health().keys()
+    contract = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+    paragraph = contract.partition("`health()` answers at once")[2].partition("\n\n")[0]
+    assert keys == set(paragraph.split("`")[1::2])
+    listed = inspect.getdoc(GptManager.health).splitlines()
+    assert keys == {name for line in listed if (start := re.match(r"((?:\w+, )*\w+)   +", line))
+                    for name in start[1].split(", ")}
 
 
 def test_callbacks_never_overlap(make_manager, new_client, new_request):

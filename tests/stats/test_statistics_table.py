@@ -1,11 +1,17 @@
 """The public table of statistics has the keys of the record, and the values that TensorRT-LLM lacks are right."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from batch_manager import STATISTICS, KvCacheConfig, TrtGptModelType
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEMES = [TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1]
 
 
@@ -84,3 +90,65 @@ def test_an_iteration_that_only_refused_has_a_record_and_an_idle_engine_none(flu
     (record,) = records_of(world)
     assert (record["Refused Requests"], record["New Requests"], record["Active Request Count"]) == (2, 0, 0)
     assert record["Errors INVALID_REQUEST"] == 2 and record["Final Responses"] == 2
+
+
+SHOW_PETS = """
+import json, sys
+sys.path.insert(0, "docs")
+import site_hooks
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from batch_manager import InferenceRequest
+from batch_manager.extras.opentelemetry import OpenTelemetryStatistics
+from batch_manager.extras.prometheus import PrometheusStatistics
+from batch_manager.testing import EngineHarness
+reader, records = InMemoryMetricReader(), []
+pending = [InferenceRequest(1, {"input_ids": [1], "request_output_len": 1})]
+with EngineHarness(lambda count: [pending.pop()] if pending else [], lambda *response: None,
+                   stats=records.append) as engine:
+    engine.step()
+hooks = PrometheusStatistics("m"), OpenTelemetryStatistics("m", MeterProvider([reader]).get_meter("test"))
+for hook in hooks:
+    hook(records[0])
+(scope,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
+print(json.dumps([
+    json.loads(records[0])["Pet Requests"],
+    [line for line in hooks[0].exposition().decode().splitlines() if "pet_requests" in line],
+    [[metric.description, point.value] for metric in scope.metrics if metric.name == "batch_manager.pet_requests"
+     for point in metric.data.data_points],
+    [line for line in site_hooks.reference().splitlines() if "Pet" in line]]))
+"""
+
+
+def test_a_new_statistic_is_a_line_of_its_owner_and_a_row_of_the_table(tmp_path):
+    """Two files of a copy of the package get a line each. The record, the metrics and the site's table then have it."""
+    for module in ("prometheus_client", "opentelemetry.sdk.metrics", "mkdocs"):
+        pytest.importorskip(module, reason=f"NOT RUN: {module} is not installed")
+    shutil.copytree(REPOSITORY / "batch_manager", tmp_path / "batch_manager",
+                    ignore=shutil.ignore_patterns("__pycache__", "tools", "*.so"))
+    (tmp_path / "docs").mkdir()
+    shutil.copy(REPOSITORY / "docs" / "site_hooks.py", tmp_path / "docs")
+    for file, line, more in (
+            ("loop/intake.py", '            "Clamped Requests": self.num_warnings,\n',
+             '            "Pet Requests": 7,\n'),
+            ("stats/statistics_table.py", "STATISTICS: tuple[Statistic, ...] = (\n",
+             '    Statistic("Pet Requests", "requests", START, "of pets"),\n')):
+        path = tmp_path / "batch_manager" / file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(line) == 1
+        path.write_text(text.replace(line, line + more), encoding="utf-8")
+    shown = subprocess.run([sys.executable, "-c", SHOW_PETS], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert shown.returncode == 0, shown.stderr
+    about = "Pet Requests: of pets (since the start)"
+    assert json.loads(shown.stdout) == [
+        7, [f"# HELP batch_manager_pet_requests_total {about}", "# TYPE batch_manager_pet_requests_total counter",
+            'batch_manager_pet_requests_total{model_name="m"} 7.0'],
+        [[about, 7]], ["| Pet Requests | requests | since the start | all | of pets |"]]
+
+
+def test_each_number_of_the_table_is_published_once():
+    families = pytest.importorskip("batch_manager.extras.statistic_families").FAMILIES
+    names = [name for family in families for name in family.names]
+    assert len(set(names)) == len(names)
+    assert set().union(*(family.keys for family in families)) | {"Kernel Dispatch"} == {row.name for row in STATISTICS}
