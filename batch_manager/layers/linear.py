@@ -22,14 +22,14 @@ class Linear:
     names        prefixes whose `.weight` and `.bias` are stacked, in order: "lm_head", not "lm_head.weight"
     sizes        number of outputs of each projection; several sizes with one name are projections that the checkpoint
                  stores as one tensor
-    row_order    permutation of the stacked rows of W: output i uses row row_order[i]; None: stored order
+    row_order    permutation of the stacked rows of W: output i uses row row_order[i]; None: stored order, or by_head
     scale        factor on the outputs, applied to weight and bias when they are loaded; None: no factor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D)
     split        how tensor parallelism splits the layer. "columns": each process has a share of the outputs of every
                  projection. "rows": each process has a share of the inputs, and the results are summed. None: every
                  process has the whole layer. No effect with one process
-    by_head      whether a tensor with several projections is stored head after head, each with its queries, key and
-                 value; otherwise projection after projection
+    by_head      number of heads, if one tensor has all projections head after head: the first head's rows of each
+                 projection, then those of the next head. None: projection after projection
 
     Sizes, row_order and scale are those of this process: with "columns" sizes, and with "rows" in_size, are the number
     in the checkpoint divided by the number of processes.
@@ -38,13 +38,17 @@ class Linear:
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
                  sizes: Sequence[int], *, bias: bool = False, transposed: bool = False,
                  split: SplitDimension | None = None, row_order: torch.Tensor | None = None,
-                 scale: float | None = None, by_head: bool = False) -> None:
+                 scale: float | None = None, by_head: int | None = None) -> None:
         if split not in (None, "columns", "rows"):
             raise ConfigError(f"Linear {names[0]} has split={split!r}", "expected 'columns', 'rows' or None", "")
         self.names, self.split = tuple(names), split
+        if by_head is not None:
+            rows = torch.arange(sum(sizes), dtype=torch.int64, device=context.device).view(by_head, -1)
+            row_order = torch.cat([part.flatten() for part in rows.split([size // by_head for size in sizes], 1)])
         of: Literal["outputs", "inputs"] | None = {"columns": "outputs", "rows": "inputs", None: None}[split]
+        share = Share(context.split.rank, context.split.size, of, by_head is not None)
         stored = weights.linear(names, in_size, sizes, bias=bias, transposed=transposed, row_order=row_order,
-                                scale=scale, share=Share(context.split.rank, context.split.size, of, by_head))
+                                scale=scale, share=share)
         added_last = None                              # a bias that is added after the sum over processes
         is_summed = split == "rows" and context.split.size > 1
         if is_summed:

@@ -1,13 +1,14 @@
 """Norms over the last dimension."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..triton_kernels import dispatch
 from ..weights.source import Shape, Weights
-from .context import LayerContext
+from .context import ONE_PROCESS, LayerContext, Split
 from .recording import Rows
 
 
@@ -15,13 +16,18 @@ class RmsNorm:
     """RMS norm: x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), in float32, for x [..., size].
 
     weight_offset   1 for checkpoints that store the weight minus one (Gemma)
+    split           whether x is this process's part of longer rows, which are normed as a whole; `size` is the part's
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
-                 weight_offset: float = 0.0) -> None:
-        self.weight = weights.tensor(f"{name}.weight", (size,))
+                 weight_offset: float = 0.0, split: bool = False) -> None:
+        processes = context.split if split else ONE_PROCESS
+        weight = weights.tensor(f"{name}.weight", (size * processes.size,))
+        self.weight = weight[processes.rank * size : (processes.rank + 1) * size]
         self.epsilon, self.weight_offset = epsilon, weight_offset
         self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
+        if processes.size > 1:
+            self._norm = partial(_norm_of_parts, processes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of two or three dimensions, as a new tensor."""
@@ -29,6 +35,14 @@ class RmsNorm:
             return x.normed(self.weight, None, self.epsilon, self.weight_offset)
         return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
                           deterministic=self._is_deterministic)
+
+
+def _norm_of_parts(processes: Split, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float,
+                   deterministic: bool) -> torch.Tensor:
+    wide = x.float()
+    squares = processes.sum(wide.square().sum(-1, keepdim=True))
+    factor = torch.rsqrt(squares / (x.shape[-1] * processes.size) + epsilon)
+    return (wide * factor * (weight_offset + weight.float())).to(x.dtype)
 
 
 class HeadNorms:
@@ -78,13 +92,14 @@ class LayerNorm:
 class HeadLayerNorm:
     """Layer norm of each head of x [T, heads, size], with separate weights for each head and no bias.
 
-    parts         names and shapes of the tensors whose concatenation has the weights of all heads
-    entry_order   permutation of the concatenated weights: entry i uses weight entry_order[i]; None: stored order
+    parts         names and shapes of the tensors whose concatenation has the weights of the heads of all processes
+    heads         number of heads of this process
+    entry_order   permutation of the weights of this process: entry i uses weight entry_order[i]; None: stored order
     """
 
     def __init__(self, weights: Weights, context: LayerContext, parts: Sequence[tuple[str, Shape]], heads: int,
                  size: int, epsilon: float, entry_order: torch.Tensor | None = None) -> None:
-        weight = weights.stacked(parts).view(-1)
+        weight = weights.stacked(parts).view(context.split.size, -1)[context.split.rank]
         self.weight = (weight if entry_order is None else weight[entry_order]).view(heads, size)
         self._no_bias = torch.zeros(size, dtype=context.dtype, device=context.device)
         self.epsilon = epsilon

@@ -52,10 +52,10 @@ class _Layer:
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         # The file orders the rows by head. Each head has its query, key and value.
-        order = torch.arange(3 * size, dtype=torch.int64, device=context.device).view(spec.num_heads, 3, spec.head_size)
         self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes, bias=True,
-                          split="columns", row_order=order.transpose(0, 1).reshape(-1))
-        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=True, split="rows")
+                          split="columns", by_head=spec.num_heads)
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], spec.qkv_sizes[0], [size], bias=True,
+                          split="rows")
         self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
         self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
                        spec.intermediate_size, spec.activation)

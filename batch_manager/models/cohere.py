@@ -45,7 +45,8 @@ class _Layer:
         self.query_norm = self.key_norm = None
         if spec.qk_norm:
             self.query_norm, self.key_norm = (HeadLayerNorm(
-                weights, context, [(f"{name}.self_attn.{part}_norm.weight", (heads, spec.head_size))], heads,
+                weights, context, [(f"{name}.self_attn.{part}_norm.weight",
+                                    (heads * context.split.size, spec.head_size))], heads,
                 spec.head_size, spec.norm_epsilon,
                 half_split_rows(heads, 0, spec.head_size, spec.head_size, context.device))
                 for part, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)))

@@ -59,13 +59,10 @@ class _Layer:
         if spec.has_own_norms or not spec.is_parallel:
             self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
         # The file orders the rows by key head: first its query heads, then the key head, then its value head.
-        order = torch.arange(sum(spec.qkv_sizes), dtype=torch.int64, device=context.device)
-        order = order.view(spec.num_kv_heads, -1, spec.head_size)
-        parts = (order[:, :-2], order[:, -2], order[:, -1])
         self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns", row_order=torch.cat([part.flatten() for part in parts]))
-        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], size, [size], bias=spec.out_bias,
-                          split="rows")
+                          bias=spec.qkv_bias, split="columns", by_head=spec.num_kv_heads)
+        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], spec.qkv_sizes[0], [size],
+                          bias=spec.out_bias, split="rows")
         self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
                        spec.intermediate_size, spec.activation, bias=spec.mlp_bias)
 

@@ -40,8 +40,8 @@ class _Layer:
         self.attention_norm = LayerNorm(weights, context, f"{name}.ln_1", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.attn.c_attn"], size, spec.qkv_sizes, bias=True, transposed=True,
                           split="columns")
-        self.out = Linear(weights, context, [f"{name}.attn.c_proj"], size, [size], bias=True, transposed=True,
-                          split="rows")
+        self.out = Linear(weights, context, [f"{name}.attn.c_proj"], spec.qkv_sizes[0], [size], bias=True,
+                          transposed=True, split="rows")
         self.mlp_norm = LayerNorm(weights, context, f"{name}.ln_2", size, epsilon)
         self.mlp = Mlp(weights, context, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", size, spec.intermediate_size,
                        spec.activation, transposed=True)

@@ -8,7 +8,7 @@ import torch
 from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError, printable
-from ..layers.context import LayerContext
+from ..layers.context import ONE_PROCESS, LayerContext, Split
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
@@ -51,8 +51,9 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
-               free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE) -> LoadedModel:
-    """Load the model of the checkpoint at `path`, or a stage of it.
+               free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE,
+               split: Split = ONE_PROCESS) -> LoadedModel:
+    """Load the model of the checkpoint at `path`, a stage of it, or the share of one process.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
                     states none; on a CPU float32
@@ -65,6 +66,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                            architecture and model type
     stage           the layers to load; ConfigError if the model class has no stages. `LoadedModel.spec` is that of the
                     stage
+    split           the processes that share the model; ConfigError if it cannot be divided by their number. Each loads
+                    its share, and `LoadedModel.spec` is that of the share
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
                            UnsupportedModelError; InsufficientMemoryError
     """
@@ -79,6 +82,10 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     model_class, spec, implementation = class_and_spec(checkpoint, model_implementation)
     end_ids = _usable_end_ids(checkpoint, spec.vocab_size)
     dtype = resolve_dtype(dtype, spec, device)
+    if split.size > 1 and not is_shipped(spec.architecture, model_class):
+        raise ConfigError(f"the model is split over {split.size} processes, and its class is {model_class.__name__}",
+                          "expected a model class of this package", "use one process")
+    spec = spec.share(split)
     if deterministic and implementation == TRANSFORMERS:
         raise ConfigError(f"deterministic is True, but the transformers library computes {spec.architecture}",
                           "expected a model class of this package", "leave deterministic out")
@@ -98,7 +105,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     def make(weights: Weights) -> Model:
         return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
-    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step)
+    context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
+                           split=split)
     try:
         with torch.inference_mode():
             if load_format == "dummy":

@@ -70,8 +70,8 @@ class _Layer:
         self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
                           bias=spec.qkv_bias, split="columns")
-        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], size, [size], bias=spec.out_bias,
-                          split="rows")
+        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], spec.qkv_sizes[0], [size],
+                          bias=spec.out_bias, split="rows")
         self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
         self.mlp = Mlp(weights, context, f"{name}.fc1", f"{name}.fc2", size, spec.intermediate_size, spec.activation,
                        bias=spec.mlp_bias)

@@ -1,9 +1,11 @@
 """The spec of a model: the numbers that its layers, its KV cache and its attention are made from."""
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 from ..attention.interface import LayerAttention
+from ..errors import ConfigError
+from ..layers.context import Split
 from ..layers.rotary import RotaryParameters
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -51,6 +53,25 @@ class ModelSpec:
     gated_mlp: bool = True
     rotary_size: int | None = None
     dtype: str | None = None
+
+    def share(self, split: Split) -> Self:
+        """Return the spec of one of the processes of `split`: its part of the heads and of the MLP.
+
+        Vocabulary and hidden size are whole in every process. Raises ConfigError if a number cannot be divided.
+        """
+        if split.size == 1:
+            return self
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            if (number := getattr(self, name)) % split.size:
+                raise ConfigError(f"the model is split over {split.size} processes, and {name} of {self.architecture} "
+                                  f"is {number}", f"expected a multiple of {split.size}", "use fewer processes")
+        heads, kv_heads = self.num_heads // split.size, self.num_kv_heads // split.size
+        first = split.rank * heads
+        attention = tuple(layer if layer.alibi_slopes is None else
+                          replace(layer, alibi_slopes=layer.alibi_slopes[first : first + heads])
+                          for layer in self.attention)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, attention=attention,
+                       intermediate_size=self.intermediate_size // split.size)
 
     @property
     def num_weights(self) -> int:

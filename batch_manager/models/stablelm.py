@@ -43,7 +43,7 @@ class _Layer:
         if spec.qk_norm:
             self.query_norm, self.key_norm = (HeadLayerNorm(
                 weights, context, [(f"{name}.self_attn.{part}_layernorm.norms.{head}.weight", (spec.head_size,))
-                                   for head in range(count)], count, spec.head_size, epsilon)
+                                   for head in range(count * context.split.size)], count, spec.head_size, epsilon)
                 for part, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)))
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
