@@ -27,8 +27,8 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
                     is rounded once if the form supports it
     shares_weight   whether the form uses the tensor that it was made from, without a copy
-    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledStep, a PlainMatrix for a
-                    FusedStep; None: the form cannot be recorded
+    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledStep, a Dense one for
+                    kernel launches; None: the form cannot be recorded
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -36,18 +36,7 @@ class WeightForm:
     add_product: Callable[..., torch.Tensor]
     add_arguments: tuple[Any, ...]
     shares_weight: bool
-    matrix: "PackedMatrix | PlainMatrix | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMatrix:
-    """The matrix of a product that is recorded as kernel launches: contiguous weight [out, in], bias [out] or None.
-
-    Both have the dtype and the device of the rows with which they are multiplied.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    matrix: PackedMatrix | Dense | None = None
 
 
 def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
@@ -67,7 +56,7 @@ def _plain(stored: Dense, context: LayerContext) -> WeightForm:
     """Return the form that multiplies the unchanged matrix with torch."""
     weight, bias = stored.weight, stored.bias
     return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True,
-                      matrix=PlainMatrix(weight, bias))
+                      matrix=stored)
 
 
 def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torch.Tensor,

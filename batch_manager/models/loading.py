@@ -123,7 +123,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                 if stage == WHOLE:
                     weights.finish(model.harmless_tensors)
                 else:                                  # the stage did not request the tensors of other stages
-                    check_tensors(checkpoint, model_class, spec, dtype)
+                    check_tensors(checkpoint, model_class, spec, dtype, split)
             return LoadedModel(local, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
@@ -151,16 +151,20 @@ def _usable_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
     return usable
 
 
-def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype) -> None:
+def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype,
+                  split: Split = ONE_PROCESS) -> None:
     """Check the names and shapes of a checkpoint's tensors against the model, without reading the tensors.
+
+    spec, split   the spec of the share, and the processes that share the model
 
     Raises the ModelLoadError that `load_model` would raise. Tied tensors are not compared. `model_class` must be a
     class of this package, because the constructors of other classes may need the values of tensors.
     """
     device = torch.device("meta")
+    context = LayerContext(device=device, dtype=dtype, split=split)
     with torch.inference_mode():
         weights = checkpoint.weights(device, dtype)
-        weights.finish(model_class(spec, weights, LayerContext(device=device, dtype=dtype)).harmless_tensors)
+        weights.finish(model_class(spec, weights, context).harmless_tensors)
 
 
 def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,

@@ -3,17 +3,19 @@
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from batch_manager.errors import ConfigError, ModelLoadError
-from batch_manager.models import load_model, registry
+from batch_manager.models import load_model, read_spec, registry
 from batch_manager.models.llama import Llama
 
 from .conftest import TINY, Driver, make_reference, random_prompts
 from .gguf_writing import write_gguf
 from .test_same_logits_as_transformers import FAMILIES, NO_TOKENS
+from .test_stages import Stages
 
 # Heads that 2 and 4 divide, in groups. GPT-2, GPT-J and BLOOM have 4 heads in the reference.
 HEADS = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -94,6 +96,19 @@ def test_ranks_have_the_logits_of_the_whole_model(case, reference):
 
 def test_no_family_is_missing():
     assert {FAMILIES[case][0] for case in CASES} == {family for family, _ in FAMILIES.values()}
+
+
+def test_ranks_of_stages(reference):
+    folder = reference("Olmo3", **{**FAMILIES["olmo 3"][1], **HEADS})[1]
+    expected = Driver(load_model(folder, device="cpu", dtype="float32")).generate(PROMPTS, 3, chunk=16)[1]
+
+    def work(split):
+        stages, spec = Stages(folder, 2, split=split), read_spec(folder).share(split)
+        whole = SimpleNamespace(spec=spec, model=stages, dtype=torch.float32)
+        return Driver(whole, attention_class=stages.make_attention).generate(PROMPTS, 3, chunk=16)[1]
+
+    for logits in Threads(2).run(work):
+        assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family, kind, options", [

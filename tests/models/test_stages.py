@@ -25,8 +25,8 @@ def load(folder, **options):
 class Stages:
     """The stages of a model in place of the model. Each has its own spec, cache and attention."""
 
-    def __init__(self, folder, count):
-        self.loaded = [load(folder, stage=Stage(index, count)) for index in range(count)]
+    def __init__(self, folder, count, **options):
+        self.loaded = [load(folder, stage=Stage(index, count), **options) for index in range(count)]
         self.embed, self.logits = self.loaded[0].model.embed, self.loaded[-1].model.logits
 
     def make_attention(self, spec, pool):

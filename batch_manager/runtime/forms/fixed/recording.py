@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ....layers.recording import LookedUp, NotRecordableError, Rows
-from ....layers.weight_form import PlainMatrix
+from ....weights.matrices import Dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Product:
 
     x: Rows
     result: Rows
-    matrix: PlainMatrix
+    matrix: Dense
     adds: bool
 
 
@@ -135,7 +135,7 @@ class LaunchRecording:
         return result
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
-        if not isinstance(matrix, PlainMatrix):
+        if not isinstance(matrix, Dense):
             raise NotRecordableError("it multiplies by a matrix that is not stored as a plain tensor")
         if adds_to is not None and adds_to.register == rows.register:
             raise NotRecordableError("it adds a product to the rows that it multiplies")

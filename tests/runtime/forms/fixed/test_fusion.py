@@ -20,7 +20,6 @@ from batch_manager.attention.registry import make_attention
 from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.layers.recording import LookedUp, NotRecordableError
-from batch_manager.layers.weight_form import PlainMatrix
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import native_backend, packing
@@ -37,6 +36,7 @@ from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.triton_kernels.reference.rms_norm import rms_norm
 from batch_manager.weights.json_file import Fields
+from batch_manager.weights.matrices import Dense
 from tests.deterministic import differential
 from tests.deterministic.differential import DECODER, _RecordedWeights
 
@@ -56,7 +56,7 @@ BLOCK_TOKENS = 32
 
 def matrix(outputs, inputs, bias=False):
     draw = torch.Generator().manual_seed(outputs * 1000 + inputs)
-    return PlainMatrix(torch.randn(outputs, inputs, generator=draw) / inputs**0.5,
+    return Dense(torch.randn(outputs, inputs, generator=draw) / inputs**0.5,
                        torch.randn(outputs, generator=draw) if bias else None)
 
 
