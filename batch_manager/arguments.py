@@ -21,6 +21,7 @@ from .option_values import integer_in_words, plain_integer, shown_option
 from .sampling_config import UINT64_MAX
 
 MAX_BEAM_WIDTH = 1024    # as in TensorRT-LLM
+MAX_DRAFT_TOKENS = 64    # of a sequence in one step
 
 
 def check_threads_are_real() -> None:
@@ -79,16 +80,17 @@ class EngineArguments:
             raise ConfigError(f"terminate_req_id is {shown_option(self.terminate_req_id)}",
                               "expected an id in 0..2^64-1, or None",
                               "leave it out if no request is to end the worker")
-        if plain_integer(self.max_draft_tokens) != 0:
+        drafts = plain_integer(self.max_draft_tokens)
+        if drafts is None or not 0 <= drafts <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"max_draft_tokens is {shown_option(self.max_draft_tokens)}",
-                              "expected None or 0, because draft tokens are not supported",
-                              "leave it out")
+                              f"expected {integer_in_words(0, MAX_DRAFT_TOKENS)}, or None",
+                              "leave it out if no step is to verify draft tokens")
         if not isinstance(self.exclude_input_in_output, bool):
             raise ConfigError(f"exclude_input_in_output is {self.exclude_input_in_output!r}", "expected True or False",
                               "leave it out for False")
         object.__setattr__(self, "max_beam_width", beam_width)
         object.__setattr__(self, "terminate_req_id", last_id)
-        object.__setattr__(self, "max_draft_tokens", 0)
+        object.__setattr__(self, "max_draft_tokens", drafts)
 
     @property
     def is_static(self) -> bool:

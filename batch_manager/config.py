@@ -354,7 +354,7 @@ class Limits:
     max_num_requests      requests that the capacity scheduler may take in one iteration
     num_micro_batches     steps of disjoint requests that may be in flight at a time
     runs_ahead            a request may be in two successive steps in flight; num_micro_batches is then 1
-    max_draft_tokens      most draft tokens that a generation step verifies for a sequence
+    max_draft_tokens      most draft tokens of a sequence that a step verifies
     max_num_sequences     requests active at a time; ignored if unbounded_sequences
     unbounded_sequences   as many active requests as the get callback returns
     vocab_size            vocabulary size of the model

@@ -128,14 +128,14 @@ def _same(first: Any, second: Any) -> bool:
 class ContextWork:
     """One context chunk of one sequence.
 
-    token_ids       [n] int32, n >= 1: the chunk. An id at or above the vocabulary size is a prompt-tuning token, whose
-                    embedding is in `embeddings`
+    token_ids       [n] int32, n >= 1: the chunk, then `num_drafts` draft tokens. An id at or above the vocabulary size
+                    is a prompt-tuning token, whose embedding is in `embeddings`
     start           tokens of this sequence already in the KV cache, equal to the position of token_ids[0]. More than 0
                     in a first chunk if the beginning of the prompt was cached
     is_last_chunk   whether the chunk completes the context, so that the step also yields tokens of the sequence
     setup           options of the sequence, sent with its first chunk and its first chunk after a pause; else None
     embeddings      [v, hidden size] float32, of the v prompt-tuning tokens of the chunk, in order; None if v is 0
-    num_drafts      number of draft tokens at the end of a last chunk. The step yields 1 to 1 + num_drafts tokens
+    num_drafts      number of draft tokens after a last chunk. The step yields 1 to 1 + num_drafts tokens
     """
 
     slot: int
@@ -145,6 +145,11 @@ class ContextWork:
     setup: SlotSetup | None = None
     embeddings: np.ndarray | None = None
     num_drafts: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after the chunk, where the draft tokens begin."""
+        return self.start + len(self.token_ids) - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +300,11 @@ class ScheduledBatch:
     @property
     def num_context_tokens(self) -> int:
         return sum(len(work.token_ids) for work in self.context)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies draft tokens of a sequence."""
+        return self.generation.num_drafts is not None or any(work.num_drafts for work in self.context)
 
     @property
     def yielding(self) -> np.ndarray:

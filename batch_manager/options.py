@@ -36,7 +36,12 @@ class Plan:
 
 
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
-    """Return the arguments as the batching scheme leaves them. Raises ConfigError for options that contradict it."""
+    """Return the arguments as the batching scheme leaves them.
+
+    Raises ConfigError for options that contradict the scheme, and for drafts that the package's backend cannot verify.
+    """
+    if parts.backend is None:    # known before the model is loaded
+        _check_drafts(arguments, 0, "the package's backend", "in a Parts.backend")
     if not arguments.is_static:
         return arguments
     params = arguments.optional_params
@@ -44,6 +49,8 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             ("enable_trt_overlap", params.enable_trt_overlap, "static batching runs one batch at a time"),
             ("enable_chunked_context", params.enable_chunked_context,
              "all prompts of a batch are computed in one step"),
+            ("max_draft_tokens", arguments.max_draft_tokens > 0,
+             "a step of a static batch yields one token of each request"),
             ("Parts.scheduler", parts.scheduler is not None, "static batching has its own scheduler")):
         if is_set:
             raise ConfigError(f"{name} is set with TrtGptModelType.V1", reason,
@@ -114,6 +121,12 @@ def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:
                           f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
                           "no longer fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
+    _check_drafts(arguments, info.max_draft_tokens, "the backend", "and state it as BackendInfo.max_draft_tokens")
+    if arguments.max_draft_tokens >= params.max_num_tokens:
+        raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens} and max_num_tokens is "
+                          f"{params.max_num_tokens:,}",
+                          "expected a step that can hold a token of a sequence and all its drafts",
+                          "lower max_draft_tokens or raise max_num_tokens")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
     return Limits(
         max_batch_size=params.max_batch_size,
@@ -132,6 +145,7 @@ def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:
         enable_chunked_context=params.enable_chunked_context,
         context_chunking_policy=params.context_chunking_policy,
         scheduler_policy=policy,
+        max_draft_tokens=arguments.max_draft_tokens,
     )
 
 
@@ -152,6 +166,14 @@ def make_admission(arguments: EngineArguments, parts: Parts, limits: Limits, blo
         logits_post_processor_batched=parts.logits_post_processor_batched,
         blocks_of=blocks_of,
         guard=guard)
+
+
+def _check_drafts(arguments: EngineArguments, most: int, whose: str, where: str) -> None:
+    """Raise ConfigError if the engine is to verify more drafts than its backend can."""
+    if arguments.max_draft_tokens > most:
+        raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens}",
+                          f"{whose} verifies {counted(most, 'draft token') if most else 'no draft tokens'}",
+                          f"lower max_draft_tokens to {most}, or verify them {where}")
 
 
 def _runs_ahead(arguments: EngineArguments, parts: Parts, info: BackendInfo) -> bool:

@@ -32,6 +32,7 @@ class BackendInfo:
     model_implementation  origin of the model class: "native", "transformers", or "" if unknown
     not_compiled          why steps on a CPU do not run as compiled code; "" if they do, and on other devices
     not_captured          why steps are not captured as CUDA graphs and replayed; "" if they are
+    max_draft_tokens      most draft tokens of a sequence that a step verifies; 0: none
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
@@ -55,11 +56,12 @@ class BackendInfo:
     model_implementation: str = ""
     not_compiled: str = ""
     not_captured: str = ""
+    max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):
             put_count(self, name, owner="BackendInfo.")
-        for name in ("hidden_size", "sink_tokens", "host_blocks"):
+        for name in ("hidden_size", "sink_tokens", "host_blocks", "max_draft_tokens"):
             put_count(self, name, minimum=0, owner="BackendInfo.")
         put_count(self, "attention_window", optional=True, owner="BackendInfo.")
         end_ids = [plain_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]

@@ -29,18 +29,20 @@ class BeamStep:
 
 
 def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.ndarray, finish: np.ndarray,
-                       log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep]) -> dict[str, Any]:
+                       log_probs: np.ndarray | None, beam_steps: Mapping[int, BeamStep],
+                       num_accepted: np.ndarray | int = 1) -> dict[str, Any]:
     """Return name -> column of a StepOutput.
 
     slots          [r] slots of all sequences, in batch order
     single_slots   [s] slots of sequences without beams, in the same order
-    tokens, finish, log_probs   [s] results of the sequences without beams; log_probs None: zeros
+    tokens, finish, log_probs   [t], [s], [t] results of the sequences without beams; log_probs None: zeros
+    num_accepted   [s] tokens of each of these sequences, t in all; one number: that many of each
     beam_steps     slot -> BeamStep of a sequence with beams. A sequence with beams that is missing here has failed and
                    gets a row without tokens
     """
     lengths = np.zeros(len(slots), np.int32)
     is_single = np.isin(slots, single_slots)
-    lengths[is_single] = 1
+    lengths[is_single] = num_accepted
     hypotheses = {slot: step.hypotheses for slot, step in beam_steps.items() if step.hypotheses is not None}
     rows = {slot: row for row, slot in enumerate(slots.tolist())}
     for slot, step in beam_steps.items():
@@ -51,10 +53,11 @@ def columns_with_beams(slots: np.ndarray, single_slots: np.ndarray, tokens: np.n
     columns = {"slots": slots, "row_starts": starts, "tokens": np.zeros(num_tokens, np.int32),
                "finish": np.zeros(len(slots), np.uint8), "log_probs": np.zeros(num_tokens, np.float32),
                "parents": np.zeros(num_tokens, np.int32), "hypotheses": hypotheses}
-    columns["tokens"][starts[:-1][is_single]] = tokens
+    of_single = np.repeat(is_single, lengths)
+    columns["tokens"][of_single] = tokens
     columns["finish"][is_single] = finish
     if log_probs is not None:
-        columns["log_probs"][starts[:-1][is_single]] = log_probs
+        columns["log_probs"][of_single] = log_probs
     for slot, step in beam_steps.items():
         row = slice(starts[rows[slot]], starts[rows[slot] + 1])
         if slot in hypotheses:

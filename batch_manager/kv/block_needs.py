@@ -25,11 +25,12 @@ def most_blocks(prompt_len: int, max_new_tokens: int, window: AttentionWindow, b
                 own_last: bool = False) -> int:
     """The largest number of blocks that a sequence holds at a time, over all beams.
 
-    The first generation step takes its blocks before any block leaves the window.
+    The first generation step takes its blocks before any block leaves the window. With drafts, both this step and the
+    last chunk before it can add as many as max_draft_len.
     """
     unit = window.tokens_per_block
     start = blocks_of_prompt(prompt_len, unit, beam_width, own_last=own_last)
-    after_first_step = prompt_len + min(1 + window.max_draft_len, max_new_tokens)
+    after_first_step = prompt_len + min(1 + 2 * window.max_draft_len, max_new_tokens)
     first_step = start + (ceil_div(after_first_step, unit) - ceil_div(prompt_len, unit)) * beam_width
     return max(first_step, blocks_with_last_one(prompt_len, max_new_tokens, window, beam_width, own_last=own_last))
 

@@ -59,6 +59,10 @@ class KvCacheUsage:
         }
 
 
+# (request, number of draft tokens) of requests that complete their context
+ContextDrafts = Sequence[tuple[LlmRequest, int]]
+
+
 class KvCacheManager:
     """Tracks which request holds which blocks, and which blocks are free.
 
@@ -216,18 +220,19 @@ class KvCacheManager:
         return 0 if self.cache is None else sum(map(self.cache.is_owned, self.cache.matched(request)))
 
     def blocks_to_claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
-                        paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None) -> int:
+                        paused: Sequence[LlmRequest] = (), num_drafts: Sequence[int] | None = None,
+                        context_drafts: ContextDrafts = ()) -> int:
         """Number of free blocks that `claim` takes for the same requests.
 
         paused   requests whose blocks are released before the claim
         """
-        needed = 0
+        needed = int(self._after_contexts(context_drafts)[1].sum()) if context_drafts else 0
         if generation:
             slots = self.sequences.slots_of(generation)
             if num_drafts is None:
-                needed = self.sequences.num_beams(self.sequences.crossing(slots))
+                needed += self.sequences.num_beams(self.sequences.crossing(slots))
             else:
-                needed = self.sequences.sum_of_new_blocks(slots, 1 + np.asarray(num_drafts, np.int64))
+                needed += self.sequences.sum_of_new_blocks(slots, 1 + np.asarray(num_drafts, np.int64))
         if first_chunks:
             ledger = self.start_scheduling()
             for request in paused:
@@ -252,15 +257,16 @@ class KvCacheManager:
     # Changes.
 
     def claim(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
-              num_drafts: Sequence[int] | None = None) -> Claim:
+              num_drafts: Sequence[int] | None = None, context_drafts: ContextDrafts = ()) -> Claim:
         """Claim the blocks for a step: for the whole prompt of each first chunk, and for one more token of each
         generating request. Later chunks need no claim.
 
         After a claim with reuse, `reused_tokens` returns the number of cached tokens of each prompt. Before the first
         block is taken, expired retention priorities are reset to the default.
 
-        num_drafts   [g] number of draft tokens of each generating request, 0..max_draft_len; room for them is claimed
-                     in addition. None: no drafts
+        num_drafts       [g] number of draft tokens of each generating request, 0..max_draft_len; room for them is
+                         claimed in addition. None: no drafts
+        context_drafts   the requests that complete their context and verify drafts, with the number of drafts
 
         Raises OutOfBlocksError if too few blocks are free; nothing is claimed then, but expired priorities may have
         been reset. Raises InternalError, with nothing changed, for a first chunk without a free slot, a generating
@@ -277,6 +283,12 @@ class KvCacheManager:
         else:
             grown, counts, growing = self._with_drafts(generation, slots, lengths, num_drafts)
             growing_blocks = int((counts * sequences.beam_widths[growing]).sum())
+        if context_drafts:
+            context_slots, context_counts = self._after_contexts(context_drafts)
+            counts = np.concatenate([np.ones(len(growing), np.int64) if counts is None else counts,
+                                     context_counts[context_counts > 0]])
+            growing = np.concatenate([growing, context_slots[context_counts > 0]])
+            growing_blocks += int(context_counts.sum())
 
         if self.pool.has_timed_priorities:
             self.pool.end_timed_priorities()
@@ -286,6 +298,8 @@ class KvCacheManager:
         if growing_blocks:
             changed.append(self._grow(growing, growing_blocks, counts))
         sequences.kv_lengths[slots] = grown
+        if context_drafts:
+            sequences.kv_lengths[context_slots] += [count for _, count in context_drafts]
         if self._slides:
             self._leave_window(slots, lengths + 1)
 
@@ -437,6 +451,33 @@ class KvCacheManager:
         counts = ends - self.sequences.ends[slots]
         growing = counts > 0
         return grown, counts[growing], slots[growing]
+
+    def most_context_drafts(self, request: LlmRequest) -> int:
+        """The largest number of draft tokens that the request may verify with the last chunk of its context.
+
+        A plan counts blocks for them with the first chunk. With a later one, the drafts must fit into the last block of
+        the prompt.
+        """
+        unit, most = self.tokens_per_block, min(request.draft_len, self.window.max_draft_len,
+                                                request.max_new_tokens - 1)
+        if self.owns(request):
+            return min(most, -request.prompt_len % unit)
+        return max(min(most, self.window.size + request.max_new_tokens - request.prompt_len,
+                       self.num_blocks * unit - request.prompt_len), 0)
+
+    def _after_contexts(self, context_drafts: ContextDrafts) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([n] slots of these requests, [n] blocks that each takes for its drafts, after those of its prompt).
+
+        Raises InternalError for too many drafts.
+        """
+        slots, prompts, drafts = np.array([(request.seq_slot, request.prompt_len, count)
+                                           for request, count in context_drafts], np.int64).T
+        for request, count in context_drafts:
+            if not 0 <= count <= self.most_context_drafts(request):
+                raise InternalError(f"{request} claims {counted(count, 'draft')} after its context",
+                                    f"expected 0 to {self.most_context_drafts(request)}")
+        unit = self.tokens_per_block
+        return slots, -(-(prompts + drafts) // unit) - -(-prompts // unit)
 
     def _start(self, first_chunks: Sequence[LlmRequest], taken_elsewhere: int) -> list[Entries]:
         if self.cache is None:

@@ -108,7 +108,11 @@ class Reservations:
                 held[index] = len(set(sequences.table(owner).ravel().tolist()) - {UNUSED})
                 most[index] = block_needs.blocks_with_last_one(
                     owner.prompt_len, owner.max_new_tokens, window, owner.beam_width, own_last=self._with_reuse)
-            next_step = sequences.new_blocks(slots, 1 + window.max_draft_len) * beams
+            tokens: int | np.ndarray = 1 + window.max_draft_len
+            if window.max_draft_len:    # no block leaves the window between a last chunk and the step after it
+                tokens += window.max_draft_len * np.array([sequences.owners[slot].is_context
+                                                           for slot in slots.tolist()], np.int64)
+            next_step = sequences.new_blocks(slots, tokens) * beams
             remaining = np.minimum(remaining, np.maximum(most - held, next_step))
         return int(remaining.sum())
 

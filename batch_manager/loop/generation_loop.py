@@ -246,7 +246,7 @@ class GenerationLoop:
             batch = self._scheme.padded(batch, plan)
             if batch.context:
                 self.timings.note_contexts(batch, plan.context_requests, self.kv)
-                record.chunks = [(request.request_id, work.start, len(work.token_ids))
+                record.chunks = [(request.request_id, work.start, work.end - work.start)
                                  for request, work in zip(plan.context_requests, batch.context, strict=True)]
         record.plan = plan
         record.kv_cache = self.kv.usage()

@@ -45,7 +45,7 @@ class Timings:
         now = None
         for work, request in zip(batch.context, contexts):
             if request.num_pauses:
-                again = request.num_recomputed(work.start, len(work.token_ids))
+                again = request.num_recomputed(work.start, work.end - work.start)
                 self.recomputed_tokens += again
                 metrics = self.asking.get(request.request_id)
                 if metrics is not None:

@@ -44,7 +44,8 @@ class LlmRequest:
     max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        largest length of the sequence, at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
-    draft_tokens        the draft tokens that the next step of the request verifies
+    draft_tokens        the draft tokens that the request's next generation step, or the last chunk of its context,
+                        verifies
     draft_len           number of draft tokens
     step_tokens         tokens that a generation step of the request computes: one for each beam, and the draft tokens
     batch_key           equal for all members of a static batch; None without static batching
@@ -190,7 +191,7 @@ class LlmRequest:
         return self.note_length()
 
     def propose(self, draft_tokens: Sequence[int]) -> None:
-        """Set the draft tokens that the next generation step verifies (beam width 1); may be empty.
+        """Set the draft tokens that the next generation step or last chunk verifies (beam width 1); may be empty.
 
         The number of draft tokens must be smaller than the number of tokens left to generate, so that all can be
         accepted.

@@ -28,21 +28,33 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     if not isinstance(plan, SchedulerOutput):
         return plan
     contexts, generation, paused = plan.context_requests, plan.generation_requests, plan.paused_requests
-    chunk_sizes = plan.chunk_sizes
-    if (type(plan) is SchedulerOutput and chunk_sizes is None
+    if (type(plan) is SchedulerOutput and plan.chunk_sizes is None is plan.draft_lengths
             and type(contexts) is type(generation) is type(paused) is list):
         return plan                                             # the usual case
     contexts, generation, paused = (plain_list(named, num_active) for named in (contexts, generation, paused))
-    if chunk_sizes is not None:
-        # Sums of narrow numpy integers would overflow.
-        chunk_sizes = [int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
-                       for size in plain_list(chunk_sizes, len(contexts))]
-    return SchedulerOutput(contexts, generation, paused, chunk_sizes, plan.draft_lengths)
+    # Sums of narrow numpy integers would overflow.
+    chunk_sizes, draft_lengths = (
+        None if numbers is None else [int(number) if isinstance(number, Integral) and not isinstance(number, bool)
+                                      else number for number in plain_list(numbers, len(contexts))]
+        for numbers in (plan.chunk_sizes, plan.draft_lengths))
+    return SchedulerOutput(contexts, generation, paused, chunk_sizes, draft_lengths)
 
 
 def plain_list(things: Iterable[Thing], most: int) -> list[Thing]:
     """Return `things` itself if it is a list, and otherwise a list of its first `most` + 1 items."""
     return things if type(things) is list else list(islice(things, most + 1))
+
+
+def context_drafts(plan: SchedulerOutput, kv: KvCacheManager) -> list[tuple[LlmRequest, int]]:
+    """Return (request, number of its draft tokens in the step) of each request that completes its context with drafts.
+    """
+    if not (plan.context_requests and kv.window.max_draft_len):
+        return []
+    kept = plan.draft_lengths or [request.draft_len for request in plan.context_requests]
+    drafts = [(request, min(count, kv.most_context_drafts(request)))
+              for request, size, count in zip(plan.context_requests, plan.sizes, kept, strict=True)
+              if size == request.remaining_context]
+    return [(request, count) for request, count in drafts if count]
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
@@ -96,12 +108,13 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     if len(contexts) + len(generation) > limits.max_batch_size:
         return f"the step has {counted(len(contexts) + len(generation), 'request')} and max_batch_size is " \
                f"{limits.max_batch_size}"
-    tokens = sum(generation_tokens)
-    if contexts or plan.chunk_sizes is not None:
+    tokens, drafts = sum(generation_tokens), []
+    if contexts or plan.chunk_sizes is not None or plan.draft_lengths is not None:
         broken = _broken_chunk_rule(plan, limits)
         if broken is not None:
             return broken
-        tokens += sum(_computed_tokens(plan, kv_cache_manager))
+        drafts = context_drafts(plan, kv_cache_manager)
+        tokens += sum(_computed_tokens(plan, kv_cache_manager)) + sum(count for _, count in drafts)
     if tokens > limits.max_num_tokens:
         return f"the step has {counted(tokens, 'token')} and max_num_tokens is {limits.max_num_tokens}"
 
@@ -111,7 +124,7 @@ def broken_rule(plan: SchedulerOutput, active_requests: RequestList, inflight_re
     first_chunks = [request for request in contexts if not kv.owns(request)]
     free = kv.free_blocks + kv.blocks_freed_by(paused)
     num_drafts = [request.draft_len for request in generation]
-    needed = kv.blocks_to_claim(first_chunks, generation, paused, num_drafts if any(num_drafts) else None)
+    needed = kv.blocks_to_claim(first_chunks, generation, paused, num_drafts if any(num_drafts) else None, drafts)
     if needed > free:
         return f"the plan needs {counted(needed, 'KV cache block')} and its pauses leave {free} free"
     return None
@@ -146,6 +159,14 @@ def _broken_chunk_rule(plan: SchedulerOutput, limits: Limits) -> str | None:
     if plan.chunk_sizes is not None and len(plan.chunk_sizes) != len(plan.context_requests):
         return (f"the plan has {counted(len(plan.chunk_sizes), 'chunk size')} for "
                 f"{counted(len(plan.context_requests), 'context request')}")
+    if plan.draft_lengths is not None and len(plan.draft_lengths) != len(plan.context_requests):
+        return (f"the plan has {counted(len(plan.draft_lengths), 'draft length')} for "
+                f"{counted(len(plan.context_requests), 'context request')}")
+    for request, count in zip(plan.context_requests, plan.draft_lengths or ()):
+        if isinstance(count, bool) or not isinstance(count, Integral):
+            return f"{request} gets a draft length of type {type_name(count)}, not an integer"
+        if not 0 <= count <= request.draft_len:
+            return f"{request} keeps {counted(int(count), 'draft token')} and has {request.draft_len}"
     for request, chunk in zip(plan.context_requests, plan.sizes, strict=True):
         if isinstance(chunk, bool) or not isinstance(chunk, Integral):
             return f"{request} gets a chunk size of type {type_name(chunk)}, not an integer"

@@ -29,7 +29,8 @@ class SchedulerOutput:
     generation_requests   requests that generate
     paused_requests       requests that release their blocks and start over later
     chunk_sizes           tokens of each context request's chunk; None: all remaining tokens
-    draft_lengths         draft tokens that each context request keeps; None: all
+    draft_lengths         draft tokens that each context request keeps, for those that run their last chunk; None: all.
+                          The loop keeps fewer if blocks or the request's length require it
     """
 
     context_requests: RequestList = field(default_factory=list)

@@ -210,7 +210,7 @@ class StepOutputCheck:
                         requested: Mapping[int, RequestedValues]) -> dict[int, np.ndarray]:
         given = _mapping("context_logits", output.context_logits)
         return {work.slot: _numbers("context_logits", _of(given, "context_logits", work.slot),
-                                    (len(work.token_ids), self._vocab_size))
+                                    (work.end - work.start, self._vocab_size))
                 for work in batch.context if work.slot in requested and requested[work.slot].context_logits}
 
     def _generation_logits(self, batch: ScheduledBatch, output: StepOutput, rows: _Rows) -> dict[int, np.ndarray]:
@@ -307,7 +307,7 @@ def _hypotheses(batch: ScheduledBatch, output: StepOutput,
     given = _mapping("hypotheses", output.hypotheses)
     if not given:
         return {}
-    num_tokens = {work.slot: work.start + len(work.token_ids) for work in batch.context if work.is_last_chunk}
+    num_tokens = {work.slot: work.end for work in batch.context if work.is_last_chunk}
     num_tokens |= {slot: length + 1 for slot, length in zip(batch.generation.slots.tolist(),
                                                             batch.generation.kv_lengths.tolist())}
     checked = {}

@@ -18,11 +18,12 @@ from ..handover import (
     SlotSetup,
 )
 from ..kv.claims import Claim
-from ..kv.kv_cache_manager import KvCacheManager
+from ..kv.kv_cache_manager import ContextDrafts, KvCacheManager
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..requests.prompt_table import PromptTable
 from ..scheduling.chunking import chunk_after_reuse
+from ..scheduling.contract import context_drafts
 from ..scheduling.interfaces import SchedulerOutput
 from .device_work import DeviceWork
 
@@ -97,10 +98,12 @@ class Resources:
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
         drafting = self._takes_drafts and any(map(DRAFT_LEN, plan.generation_requests))
         num_drafts = [request.draft_len for request in plan.generation_requests] if drafting else None
-        claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts)
+        after_contexts = context_drafts(plan, self._kv) if contexts else []
+        claimed = self._claim_all(first_chunks, plan.generation_requests, num_drafts, after_contexts)
         context: tuple[ContextWork, ...] = ()
         if contexts:
-            context = tuple([self._context_work(request, size)
+            drafts_of = dict(after_contexts)
+            context = tuple([self._context_work(request, size, drafts_of.get(request, 0))
                              for request, size in zip(contexts, plan.sizes, strict=True)])
         generation = NO_GENERATION
         if plan.generation_requests:
@@ -170,14 +173,14 @@ class Resources:
             self.device_work.add(self._kv.fork(request))
 
     def _claim_all(self, first_chunks: Sequence[LlmRequest], generation: Sequence[LlmRequest],
-                   num_drafts: Sequence[int] | None) -> Claim:
+                   num_drafts: Sequence[int] | None, after_contexts: ContextDrafts) -> Claim:
         claimed: list[Resource] = []
         operations: list[DeviceOperation] = []
         try:
             for resource in self.others:
                 operations += resource.claim(first_chunks) or ()
                 claimed.append(resource)
-            blocks = self._kv.claim(first_chunks, generation, num_drafts)
+            blocks = self._kv.claim(first_chunks, generation, num_drafts, after_contexts)
         except BaseException:
             for resource in reversed(claimed):
                 for request in first_chunks:
@@ -191,7 +194,7 @@ class Resources:
             self.device_work.add([*operations, *blocks.copies])
         return blocks
 
-    def _context_work(self, request: LlmRequest, size: int) -> ContextWork:
+    def _context_work(self, request: LlmRequest, size: int, num_drafts: int) -> ContextWork:
         setup = tokens = None
         if request.is_first_context_chunk:
             tokens = np.array(request.tokens[0], np.int32)
@@ -206,13 +209,17 @@ class Resources:
             token_ids = tokens[start:start + size]
         table = self._prompt_tables.get(request.request_id)
         request.advance_context(size)
+        with_drafts = token_ids
+        if num_drafts:
+            with_drafts = np.append(token_ids, np.array(request.draft_tokens[:num_drafts], np.int32))
         return ContextWork(
             slot=request.seq_slot,
-            token_ids=token_ids,
+            token_ids=with_drafts,
             start=start,
             is_last_chunk=start + size == request.prompt_len,
             setup=setup,
             embeddings=None if table is None else table.embeddings(token_ids),
+            num_drafts=num_drafts,
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..arguments import MAX_DRAFT_TOKENS
 from ..attention.windows import blocks_seen
 from ..decoding.beam_search import BeamSearch, BeamSearches
 from ..decoding.output_rows import columns_with_beams
@@ -87,6 +88,8 @@ class ScriptedBackend:
     host_blocks       number of blocks in the host pool, for evicted blocks
     verify            read the whole history back in every step, and check each batch. False: keep a running hash per
                       slot and check nothing, for benchmarks of the host; a successful step cannot run again
+
+    Draft tokens are verified if `verify` is set and there is no script.
     """
 
     def __init__(self, *, vocab_size: int = 1000, max_seq_len: int = 1024, num_blocks: int = 256,
@@ -100,7 +103,8 @@ class ScriptedBackend:
         self.info = BackendInfo(vocab_size=vocab_size, max_seq_len=max_seq_len, num_blocks=num_blocks,
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,
-                                host_blocks=host_blocks, is_asynchronous=is_asynchronous, copies_blocks=True)
+                                host_blocks=host_blocks, is_asynchronous=is_asynchronous, copies_blocks=True,
+                                max_draft_tokens=MAX_DRAFT_TOKENS if verify and script is None else 0)
         self.key, self.script, self.verify = key & WORD, script, verify
         self.on_step, self.on_finish = on_step, on_finish
         self.window, self.sink = window, sink
@@ -177,8 +181,9 @@ class ScriptedBackend:
 
         output = self._decode(batch, layout, sums, failures)
         self._state["length"][layout.slots] = layout.starts + layout.counts
-        if batch.generation.num_drafts is not None:
-            self._state["length"][batch.generation.slots] = batch.generation.kv_lengths + 1
+        if batch.has_drafts:    # `_keep_tokens` adds the accepted ones
+            for slot, drafts in _drafts_of(batch).items():
+                self._state["length"][slot] -= len(drafts)
         self._state["sum"][layout.slots] = sums
         self._keep_tokens(output)
         self.num_steps += 1
@@ -315,7 +320,7 @@ class ScriptedBackend:
         The last token is included. The module docstring defines the terms.
         """
         if (self.verify or self.window is not None or batch.generation.beam_width > 1
-                or batch.generation.num_drafts is not None):
+                or batch.has_drafts):
             return self._read_back(step.table_rows, step.starts + step.counts)
         terms = self._terms(step.positions, step.tokens)
         if step.owners is not None:
@@ -385,8 +390,9 @@ class ScriptedBackend:
             self._follow_script(slots, lengths, tokens, failures)
         if self._post_processors:
             tokens = self._post_process(slots, tokens, failures)
-        if batch.generation.num_drafts is not None:
-            return self._accept_drafts(batch, step, slots, failures, context_logits)
+        if batch.has_drafts:
+            return self._accept_drafts(batch, step, slots, failures, context_logits, generation_logits, all_slots,
+                                       beam_steps)
 
         log_probs, top_log_probs = None, {}
         if self._any_extras:
@@ -417,24 +423,27 @@ class ScriptedBackend:
         return TopLogProbs(ids, log_probs)
 
     def _accept_drafts(self, batch: ScheduledBatch, step: "_Layout", slots: np.ndarray,
-                       failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray]) -> StepOutput:
+                       failures: dict[int, RowFailure], context_logits: dict[int, np.ndarray],
+                       logits: dict[int, np.ndarray], all_slots: np.ndarray, beam_steps: dict) -> StepOutput:
         """Return the output of a step with drafts.
+
+        slots, all_slots   slots of the sequences without beams, and of all sequences
+        logits             generation logits of the sequences with beams
 
         Samples a token after the input token and after each draft. Accepts the drafts before the first draft that
         differs from the token sampled in its position.
         """
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
-        drafts = batch.generation.draft_tokens.tolist()
-        num_drafts = dict(zip(batch.generation.slots.tolist(), batch.generation.num_drafts.tolist()))
-        accepted, log_probs, logits, top_log_probs, finish = [], [], {}, {}, []
+        drafts_of = _drafts_of(batch)
+        accepted, log_probs, top_log_probs, finish = [], [], {}, []
         for slot in slots.tolist():
-            row, count = rows[slot], num_drafts.get(slot, 0)
+            row, mine = rows[slot], drafts_of.get(slot, [])
+            count = len(mine)
             end = int(step.starts[row] + step.counts[row])
             lengths = np.arange(end - count, end + 1)
             words = self._words(self._read_back(np.full(count + 1, step.table_rows[row]), lengths),
                                 np.full(count + 1, self._state["salt"][slot]))
-            sampled, mine = self._next_tokens(words).tolist(), drafts[:count]
-            del drafts[:count]
+            sampled = self._next_tokens(words).tolist()
             kept = next((i for i, draft in enumerate(mine) if draft != sampled[i]), count) + 1
             end_ids = set(self._state["end_ids"][slot].tolist())
             kept = next((i + 1 for i, token in enumerate(sampled[:kept]) if token in end_ids), kept)
@@ -445,11 +454,11 @@ class ScriptedBackend:
                 logits[slot] = self._logits(np.array(sampled[:kept]))
             if self._state["top_log_probs"][slot]:
                 top_log_probs[slot] = self._top_log_probs(slot, np.array(sampled[:kept], np.int32), words[:kept])
-        starts = np.cumsum([0, *map(len, accepted)]).astype(np.int32)
-        return StepOutput(
-            batch.micro_batch_id, slots, np.array([token for tokens in accepted for token in tokens], np.int32),
-            np.array(finish, np.uint8), row_starts=starts, log_probs=np.concatenate(log_probs).astype(np.float32),
-            context_logits=context_logits, generation_logits=logits, top_log_probs=top_log_probs, failures=failures)
+        columns = columns_with_beams(
+            all_slots, slots, np.concatenate(accepted).astype(np.int32), np.array(finish, np.uint8),
+            np.concatenate(log_probs), beam_steps, np.array([len(tokens) for tokens in accepted], np.int32))
+        return StepOutput(batch.micro_batch_id, **columns, context_logits=context_logits, generation_logits=logits,
+                          top_log_probs=top_log_probs, failures=failures)
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
         """Advance each beam search by one step. Returns ({slot: BeamStep}, {slot: logits}).
@@ -507,8 +516,8 @@ class ScriptedBackend:
         for row, work in enumerate(batch.context):
             begin, stop = stop, stop + len(work.token_ids)
             if self._state["context_logits"][work.slot]:
-                positions = step.positions[begin:stop]
-                if self.window is None:
+                positions = step.positions[begin: stop - work.num_drafts]
+                if self.window is None and not work.num_drafts:
                     terms = self._terms(positions, step.tokens[begin:stop])
                     before = sums[row: row + 1] - terms.sum(keepdims=True)
                     prefixes = before + np.cumsum(terms)
@@ -597,6 +606,16 @@ class ScriptedStep:
             self._backend._poison(planted, self.layout)
             self.output.failures.update(planted)
         return self.output
+
+
+def _drafts_of(batch: ScheduledBatch) -> dict[int, list[int]]:
+    """Return slot -> draft tokens, without sequences that have none."""
+    drafts = {work.slot: work.token_ids[-work.num_drafts:].tolist() for work in batch.context if work.num_drafts}
+    generation = batch.generation
+    if generation.num_drafts is not None:
+        parts = np.split(generation.draft_tokens, np.cumsum(generation.num_drafts)[:-1])
+        drafts |= {slot: part.tolist() for slot, part in zip(generation.slots.tolist(), parts) if len(part)}
+    return drafts
 
 
 def _sleep_until(moment: float) -> None:

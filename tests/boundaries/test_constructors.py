@@ -166,7 +166,7 @@ ARGUMENTS = [(name, value) for name, values in {
     "return_batch_manager_stats_cb": (5, "stats.json"),
     "optional_params": (5, {}, TrtGptModelOptionalParams),
     "terminate_req_id": (-1, 2**64, np.int64(-1), np.True_, True, 1.0, "1"),
-    "max_draft_tokens": (1, -1, 0.0, False, "0"),
+    "max_draft_tokens": (65, -1, 0.0, False, "0"),
     "exclude_input_in_output": (None, 0, 1, "no"),
     "parts": (5, {}, Parts, ScriptedBackend()),
 }.items() for value in values]
@@ -233,7 +233,7 @@ def test_a_missing_argument(missing, started):
 @pytest.mark.parametrize("name, value", [
     ("max_beam_width", 2), ("max_beam_width", MAX_BEAM_WIDTH), ("terminate_req_id", 0),
     ("terminate_req_id", 2**64 - 1), ("max_draft_tokens", None),
-    ("max_draft_tokens", 0), ("exclude_input_in_output", True),
+    ("max_draft_tokens", 0), ("max_draft_tokens", 64), ("exclude_input_in_output", True),
     *(("optional_params", TrtGptModelOptionalParams(**{option: value})) for option, value in (
         ("idle_poll_interval_s", 5e-324), ("idle_poll_interval_s", LONGEST_WAIT_S), ("hang_warning_s", 0),
         ("hang_warning_s", LONGEST_WAIT_S)))], ids=str)

@@ -422,7 +422,7 @@ def test_health_can_be_asked_from_any_thread_and_says_what_runs(make_manager, ne
     (dict(send_response_cb=3), "send_response_cb"),
     (dict(poll_stop_signal_cb=3), "poll_stop_signal_cb"),
     (dict(terminate_req_id=-1), "terminate_req_id"),
-    (dict(max_draft_tokens=4), "max_draft_tokens"),
+    (dict(max_draft_tokens=65), "max_draft_tokens"),
     (dict(model_path=None, parts=None), "model_path"),
     (dict(trt_engine_path="/x", model_path="/y"), "are both set; they are aliases"),
 ])

@@ -77,9 +77,24 @@ def test_what_is_reserved_is_enough_whatever_is_drafted_accepted_and_taken_back(
         request = LlmRequest(slot, [0] * prompt_len, new, draft_tokens=range(drafts))
         request.seq_slot = slot
         requests.append(request)
-    kv.claim(requests, [])
-    for request in requests:
+    if draw.random() < 0.5:    # the last chunk comes later
+        kv.claim(requests, [])
+    counts = [draw.randint(0, kv.most_context_drafts(request)) for request in requests]
+    drafting = [(request, count) for request, count in zip(requests, counts, strict=True) if count]
+    first_chunks = [request for request in requests if not kv.owns(request)]
+    ledger, free = kv.start_scheduling(), kv.free_blocks
+    needed = kv.blocks_to_claim(first_chunks, [], (), None, drafting)
+    not_reserved = free - ledger.blocks_to_completion_of_started() - sum(map(ledger.blocks_to_completion, first_chunks))
+    assert needed <= sum(map(ledger.blocks_for_next_step, requests))
+    assert needed <= sum(map(ledger.blocks_to_completion, requests)) <= free
+    kv.claim(first_chunks, [], None, drafting)
+    assert free - kv.free_blocks == needed
+    for request, count in zip(requests, counts, strict=True):
+        assert kv.kv_length(request) == request.prompt_len + count
         request.advance_context(request.prompt_len)
+    kv.rewind(requests, [draw.randint(0, count) for count in counts])
+    audit(kv)
+    assert kv.free_blocks - kv.reservations.of_all_owners() >= not_reserved
     while True:
         left = [request.prompt_len + request.max_new_tokens - kv.kv_length(request) for request in requests]
         group = [pair for pair in zip(requests, left, strict=True) if pair[1] and draw.random() < 0.7]

@@ -509,15 +509,15 @@ class SimulatedWorld:
         """Check I19 and I21: make some claims fail, and check that a failed claim changes nothing."""
         claim = kv.claim
 
-        def watched(first_chunks, generation, num_drafts=None):
-            needed = kv.blocks_to_claim(first_chunks, generation, num_drafts=num_drafts)
+        def watched(first_chunks, generation, num_drafts=None, context_drafts=()):
+            needed = kv.blocks_to_claim(first_chunks, generation, (), num_drafts, context_drafts)
             if kv.free_blocks == 0 and kv.pool.extra_owners:
                 self.faults.hit("allocator.full_of_shared")
             stolen = self._steal(kv, needed)
             before = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
                       kv.sequences.kv_lengths.tolist())
             try:
-                return claim(first_chunks, generation, num_drafts)
+                return claim(first_chunks, generation, num_drafts, context_drafts)
             except OutOfBlocksError as error:
                 self.check(bool(stolen), f"I21: an allocation failed: {error}")
                 after = (kv.free_blocks, kv.pool.extra_owners, kv.sequences.num_mentions(),
