@@ -175,7 +175,7 @@ class GptDecoder:
 
     def sample_plain(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
                      counts: torch.Tensor | None, results: torch.Tensor) -> None:
-        """Sample and store a token for each row of a plain step (see runtime/forms/fixed/inputs.py).
+        """Sample and store a token for each row of a step (see runtime/forms/fixed/inputs.py).
 
         plain_sampling.py describes the arguments.
         """

@@ -10,11 +10,9 @@ import torch
 from ..attention.interface import Attention, PackedStep
 from ..decoding.logits_return import context_logits
 from ..decoding.slots import CONTEXT_LOGITS, SamplingRows, SlotState
-from ..layers.recording import record_embedding
 from ..models.registry import Model
 from .device.running import Uploads
 from .forms.compiled.forward import CompiledStep
-from .forms.fixed.fused import FusedStep
 from .forms.packed.forwards import forward_padded
 from .model_check import CheckedModel
 from .packing import ModelCall
@@ -40,24 +38,19 @@ class ModelRunner:
     """Runs model calls (`ModelCall`) of one model over one KV cache pool.
 
     compiled   runs the forward pass of model calls that have no padding; None: the model's layers run the forward pass
-    fused      runs the forward pass in `generate`, up to `fused.most_rows` rows; None: the model's layers run the
-               forward pass
-    table      [vocab, hidden size]: the embedding table, if the model's `embed` is a plain lookup; otherwise None
     """
 
     def __init__(self, model: Model, attention: Attention, uploads: Uploads, vocab_size: int) -> None:
         self._model, self.attention, self._uploads = model, attention, uploads
         self._vocab_size, self._prompt_tuning_scale = vocab_size, getattr(model, "prompt_tuning_scale", 1)
         self.compiled: CompiledStep | None = None
-        self.fused: FusedStep | None = None
-        self.table = record_embedding(model.embed)
 
     @contextmanager
-    def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[None]:
+    def checking(self, hidden_size: int, dtype: torch.dtype) -> Iterator[CheckedModel]:
         """Context manager: check the model's results and raise ConfigError for a wrong result; see CheckedModel."""
         model, self._model = self._model, CheckedModel(self._model, self._vocab_size, hidden_size, dtype)
         try:
-            yield
+            yield self._model
         finally:
             self._model = model
 
@@ -122,29 +115,6 @@ class ModelRunner:
             hidden = hidden[logits_rows]
         rows = SamplingRows(slots, sampled_positions, device_slots, device_sampled_positions)
         return CallResult(hidden, rows, finite, returned_logits)
-
-    def generate(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits [r, vocab] of generation rows. The attention must be bound to the step.
-
-        The arguments are those of `forward`.
-        """
-        fused = self.fused
-        if fused is None or len(given) > fused.most_rows:
-            return self._model.logits(self.forward(given, positions))
-        result = fused.run(self._embedded(given), positions, self.attention)
-        return result if fused.gives_logits else self._model.logits(result)
-
-    def forward(self, given: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [t, hidden size] of a step's tokens. The attention must be bound to the step.
-
-        given       embeddings of the tokens, [t, hidden size], if the runner has an embedding table (`table`);
-                    otherwise the tokens, [t] int64
-        positions   [t] int64 on the device
-        """
-        return self._model.forward(self._embedded(given), positions, self.attention)
-
-    def _embedded(self, given: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(given) if self.table is None else given
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [r, vocab], float32 or in the dtype of the weights, for hidden [r, hidden size]."""

@@ -29,11 +29,12 @@ from ..handover import (
     SlotSetup,
     StepOutput,
 )
-from ..layers.recording import NotRecordableError
+from ..layers.recording import NotRecordableError, record_embedding
 from ..models.loading import LoadedModel, load_model
+from ..models.registry import Model
 from ..models.spec import ModelSpec
 from ..sampling_config import PARAMETERS, SamplingConfig
-from ..seams import BackendInfo, MemoryUsage
+from ..seams import BackendInfo, MemoryUsage, PendingStep
 from ..triton_kernels.attention_scratch import attention_scratch_bytes
 from ..triton_kernels.context_work_list import MIN_KEYS_PER_PART
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
@@ -57,17 +58,22 @@ from .device.running import (
     on_stream,
 )
 from .forms.compiled.making import compile_step, obstacle_to_compiling
-from .forms.fixed.making import WrongStepError, make_fused_step
-from .forms.fixed.shapes import MOST_CONTEXTS, graph_rows, mixed_sizes
+from .forms.fixed.form import FixedForm
+from .forms.fixed.fused import FusedBody
+from .forms.fixed.inputs import FixedInputs, can_bind
+from .forms.fixed.launches import Launches
+from .forms.fixed.making import make_fused_body
+from .forms.fixed.shapes import MOST_CONTEXTS, NO_SIZES, graph_rows, largest_shapes, mixed_sizes
+from .forms.form import NoForm, StepForm, traits_of
 from .forms.graph.check import difference_of_graphs
-from .forms.graph.form import WITHOUT_GRAPHS, obstacle_to_graphs
+from .forms.graph.form import WITHOUT_GRAPHS, GraphForm, capture, obstacle_to_graphs
 from .kv_pool import block_bytes, block_operations, clear_block, make_host_pool, make_kv_pool
 from .memory_plan import plan_host_blocks, plan_memory
 from .model_runner import CallResult, ModelRunner, join_rows
 from .operations import Operations
 from .packing import Divide, slots_not_finite
-from .plain_steps import NO_SIZES, PlainStep, PlainSteps, can_bind
-from .thread_count import compute_threads, has_openmp, require_openmp
+from .parts import DeviceParts
+from .thread_count import compute_threads, has_openmp, require_openmp, step_threads
 
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # long enough for attention to split it into parts
 LONG_CONTEXT_TOKENS = 2 * MIN_KEYS_PER_PART        # likewise, for a context of one token
@@ -302,14 +308,26 @@ class NativeBackend:
         self._threads = partial(compute_threads, device, num_threads, is_engine_thread)
         self._torch_threads: int | None = None            # threads of torch within a step; None: num_threads
         self._runner: ModelRunner | None = ModelRunner(loaded.model, attention, self._uploads, spec.vocab_size)
-        self._plain_steps: PlainSteps | None = None
+        self._parts = DeviceParts(device, self._stream, self._uploads, self._readbacks, pool, host_pool, self._tables,
+                                  self._decoder.state, self._decoder, attention,
+                                  step_threads(device, num_threads, is_engine_thread), num_slots, spec.vocab_size)
+        self._model, self._graph_sizes = loaded.model, graph_sizes
+        self._forms: tuple[StepForm, ...] = ()
         if is_plain:
             with on_device(device, self._stream), torch.inference_mode():
-                self._plain_steps = PlainSteps(
-                    self._runner, attention, self._decoder, self._tables, self._uploads, self._readbacks, device,
-                    num_slots=num_slots, tokens_per_block=tokens_per_block, mixed_sizes=graph_sizes)
+                self._inputs = FixedInputs(self._parts, largest_shapes(num_slots, graph_sizes))
+            self._forms = self._make_forms(loaded.model)
 
-    def start(self, batch: ScheduledBatch) -> "NativeStep | PlainStep":
+    def _make_forms(self, model: Model, fused: FusedBody | None = None) -> tuple[StepForm, ...]:
+        """Return the forms that launch steps at fixed addresses."""
+        table = record_embedding(self._model.embed)
+        launches = self._launches = Launches(self._parts, self._inputs, model, table, fused)
+        fixed = FixedForm("fixed", self._parts, self._inputs, launches)
+        if fused is None:
+            return (fixed,)
+        return FixedForm("fused", self._parts, self._inputs, launches, fused.most_rows), fixed
+
+    def start(self, batch: ScheduledBatch) -> PendingStep:
         """Launch a step; see seams.ModelBackend.
 
         After an exception, the same step can be started again. The new run repeats the updates of block tables and
@@ -326,8 +344,11 @@ class NativeBackend:
                 self._operations.carry_out(batch)
             if batch.context:
                 self._decoder.set_up((work.slot, work.setup) for work in batch.context if work.setup is not None)
-            if self._plain_steps is not None and self._plain_steps.serves(batch):
-                return self._plain_steps.start(batch)
+            if self._forms:
+                traits = traits_of(batch, self._parts.slots)
+                for form in self._forms:
+                    if not (traits & ~form.serves or form.misfit(batch)):
+                        return form.start(batch, traits)
             input_tokens = None
             if batch.generation.beam_width > 1:
                 input_tokens = self._decoder.searches.input_tokens(batch.generation)
@@ -345,8 +366,8 @@ class NativeBackend:
         They are the number of captured graphs, if there are any, and on a CPU the number of threads of the newest step.
         """
         figures: dict[str, int] = {}
-        if self._plain_steps is not None and self._plain_steps.graphs is not None:
-            figures["Captured Graphs"] = len(self._plain_steps.graphs)
+        for form in self._forms:
+            figures |= form.figures()
         if self._device.type == "cpu" and self._runner is not None:
             compiled = self._runner.compiled
             figures["Compute Threads"] = (
@@ -357,8 +378,10 @@ class NativeBackend:
         if self._runner is not None:
             finish_stream(self._stream)               # freed memory may be reused at once
             release_helpers(self)
-            self._runner = self._decoder = self._plain_steps = self._pool = self._layout = None
-            self._operations = None
+            for form in self._forms:
+                form.close()
+            self._forms, self._parts, self._inputs, self._launches, self._model = (), None, None, None, None
+            self._runner = self._decoder = self._pool = self._layout = self._operations = None
             self._uploads, self._readbacks = Uploads(self._device), Readbacks(self._device)
             self._host_bytes = self._pinned_bytes = 0
             release_memory(self._device)
@@ -391,7 +414,9 @@ class NativeBackend:
                 sequences.append((width, beams, 0, 1))
         # Set the thread count once for all steps, on the loading thread.
         with (self._threads(), self._naming_stages(),
-              self._runner.checking(self.info.hidden_size, self._pool.dtype)):
+              self._runner.checking(self.info.hidden_size, self._pool.dtype) as checked):
+            if self._forms:
+                self._forms = self._make_forms(checked)
             for width, setup, start, num_cached in sequences:
                 # All pages of a long sequence are block 0: its values only have to be finite.
                 num_pages = max(start, num_cached) // self.info.tokens_per_block + 1
@@ -403,60 +428,62 @@ class NativeBackend:
                 if width > 1 and first.failures:      # the model gives no finite logit, so there are no beams
                     continue
                 generation = GenerationWork(zero, zero + np.int32(num_cached), width)
-                self.start(ScheduledBatch(iteration=1, generation=generation, num_padded_rows=2,
-                                          max_beam_width=max_beam_width)).finish()
+                self.start(ScheduledBatch(
+                    iteration=1, generation=generation, max_beam_width=max_beam_width,
+                    num_padded_rows=2 * (self._layout is packing.padded))).finish()
+        if self._forms:
+            self._forms = self._make_forms(self._model)
         with on_device(self._device, self._stream), torch.inference_mode():
             clear_block(self._pool, 0)
 
     def capture_graphs(self, *, must: bool = False) -> None:
-        """Capture the launches of plain steps as graphs, which later plain steps replay. Call after the warm-up.
+        """Capture the launches of steps as graphs, which later steps replay. Call after the warm-up.
 
-        inputs.py defines plain steps. The graphs are dropped, with a warning, if a capture fails, or if a replayed
-        step has other results than the same step launched kernel by kernel.
+        There are no graphs, with a warning, if a capture fails, or if a replayed step has other results than the same
+        step launched kernel by kernel.
 
         must     raise ConfigError instead of the warning
         """
         with on_device(self._device, self._stream), torch.inference_mode():
-            obstacle = self._plain_steps.capture_graphs() or self._difference_of_graphs()
+            try:
+                graph = capture(self._parts, self._inputs, self._launches, self._graph_sizes)
+                obstacle = self._difference_of_graphs(graph)
+            except NoForm as error:
+                obstacle = str(error)
         if not obstacle:
+            self._forms = (graph, *self._forms)
             return
-        self._plain_steps.drop_graphs()
         if must:
             raise ConfigError(f"cuda_graphs is True, but {obstacle}", "a graph must compute what its kernels compute",
                               "leave cuda_graphs unset to launch kernels one by one")
         self.info = dataclasses.replace(self.info, not_captured=obstacle)
         log.warning(WITHOUT_GRAPHS, obstacle)
 
-    def _difference_of_graphs(self) -> str:
+    def _difference_of_graphs(self, graph: GraphForm) -> str:
         """Return `difference_of_graphs`, and zero the KV cache."""
-        info = self.info
         try:
             return difference_of_graphs(
-                self.start, self._plain_steps, num_slots=info.num_slots, num_blocks=info.num_blocks,
-                tokens_per_block=info.tokens_per_block, vocab_size=info.vocab_size, dtype=self._pool.dtype,
-                long_blocks=self._cached_by_a_long_sequence() // info.tokens_per_block + 1)
+                self.start, graph, graph.with_launches(self._launches.launch), self._parts,
+                long_blocks=self._cached_by_a_long_sequence() // self.info.tokens_per_block + 1)
         finally:
             self._pool.zero_()
 
     def fuse_steps(self, loaded: LoadedModel, spec: ModelSpec, most_rows: int) -> None:
-        """Use the fused step for plain generation steps from now on.
+        """Use the form `fused` from now on.
 
-        Steps of more than `FusedStep.most_rows` rows are not fused, because they gain nothing from fusion.
-
-        Call after the warm-up. inputs.py defines plain steps. Has no effect if the device does not run Triton
-        kernels. Logs a message if the model cannot be fused, if memory runs out, or if Triton raises an exception.
+        Call after the warm-up. Has no effect if the device does not run Triton kernels. Logs a message if the model
+        cannot be fused, if memory runs out, or if Triton raises an exception.
 
         spec        the model's spec with the effective windows
         most_rows   number of rows of the largest generation step
         """
-        if self._plain_steps is None or not use_triton(self._device):
+        if not self._forms or not use_triton(self._device):
             return
         with on_device(self._device, self._stream), torch.inference_mode():
             try:
-                self._runner.fused = make_fused_step(loaded, spec, self._runner.attention, self._uploads,
-                                                     self.info.tokens_per_block, most_rows)
-            except NotRecordableError as obstacle:
-                log.log(logging.WARNING if isinstance(obstacle, WrongStepError) else logging.INFO,
+                self._forms = self._make_forms(loaded.model, make_fused_body(self._parts, loaded, spec, most_rows))
+            except (NotRecordableError, NoForm) as obstacle:
+                log.log(logging.WARNING if isinstance(obstacle, NoForm) else logging.INFO,
                         "steps of %s are not fused: %s",
                         type_name(loaded.model), obstacle)
             except Exception as error:

@@ -225,10 +225,9 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
 
         model = native_backend_without_a_model(**sizes, replays=setting.replays)
         if setting.replays:
-            steps = model._plain_steps
-            for of, method, phase in ((steps, "write", "write"), (steps.inputs, "send", "send"),
-                                      (steps.graphs, "run", "replay")):
-                setattr(of, method, stopwatch.watch(phase, getattr(of, method)))
+            graph, inputs = model._forms[0], model._inputs
+            inputs.write, inputs.send = stopwatch.watch("write", inputs.write), stopwatch.watch("send", inputs.send)
+            graph._replays = {shape: stopwatch.watch("replay", replay) for shape, replay in graph._replays.items()}
     else:
         model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
                                 step_seconds=setting.step_ms / 1e3)

@@ -1,5 +1,6 @@
 """Build the native backend around a model that computes nothing, to measure the host's part of a step."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +9,10 @@ import torch
 from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
 from ..runtime import packing
-from ..runtime.forms.fixed.shapes import Shape, graph_rows
+from ..runtime.forms.fixed.inputs import FixedInputs
+from ..runtime.forms.fixed.shapes import NO_SIZES, Shape, captured_shapes
+from ..runtime.forms.graph.form import GraphForm
 from ..runtime.native_backend import NativeBackend
-from ..runtime.plain_steps import PlainSteps
 from ..triton_kernels.context_work_list import (
     ContextTileWork,
     MostContextTileWork,
@@ -78,16 +80,12 @@ class BindableStubAttention(StubAttention):
 
 
 class StubGraphs:
-    """Stands in for runtime.forms.graph.form.Graphs. Replaying a step computes nothing: each row samples token 0.
+    """Stands in for the graphs of a GraphForm. Replaying a step computes nothing: each row samples token 0."""
 
-    num_replays   number of replayed steps
-    """
+    def __init__(self, inputs: FixedInputs) -> None:
+        self._inputs, self._newest = inputs, None
 
-    def __init__(self, steps: PlainSteps) -> None:
-        self._inputs, self._newest, self.num_replays = steps.inputs, None, 0
-
-    def run(self, shape: Shape) -> None:
-        self.num_replays += 1
+    def replay(self, shape: Shape) -> None:
         if shape != self._newest:           # all shapes share the memory of the results
             self._newest, results = shape, self._inputs.of(shape)
             results.read_back.zero_()
@@ -109,7 +107,7 @@ def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blo
     backend = NativeBackend(loaded, attention, pool, layout=packing.packed, num_slots=num_slots,
                             max_seq_len=max_seq_len)
     if replays:
-        steps = backend._plain_steps
-        steps.graphs = StubGraphs(steps)
-        steps.pad_to(graph_rows(num_slots))
+        parts, inputs, (fixed,) = backend._parts, backend._inputs, backend._forms
+        graphs, shapes = StubGraphs(inputs), captured_shapes(num_slots, NO_SIZES, inputs.may_split)
+        backend._forms = GraphForm(parts, inputs, {shape: partial(graphs.replay, shape) for shape in shapes}), fixed
     return backend

@@ -26,8 +26,8 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
 from batch_manager.runtime import packing
-from batch_manager.runtime.forms.fixed.fused import FusedStep
-from batch_manager.runtime.forms.fixed.making import compared_tokens, record_step
+from batch_manager.runtime.forms.fixed.fused import FusedBody
+from batch_manager.runtime.forms.fixed.making import compared_tokens, record_launches
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
@@ -191,8 +191,8 @@ def count_fused(folder):
     """
     decide, dispatch.use_triton = dispatch.use_triton, lambda device: True
     loaded = load_model(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
-    recording, gives_logits = record_step(loaded, loaded.spec)
-    fused = FusedStep(recording, loaded.device, device_limits(), gives_logits=gives_logits)
+    recording, gives_logits = record_launches(loaded, loaded.spec)
+    fused = FusedBody(recording, loaded.device, device_limits(), gives_logits=gives_logits)
     counts = []
     for numbers_of_rows in (compared_tokens(fused, MAX_BATCH), range(1, fused.most_rows + 1)):
         compiled.clear()

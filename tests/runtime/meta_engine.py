@@ -5,6 +5,7 @@ would wait on a GPU: each copy from the host that is no upload. An operation tha
 """
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +17,18 @@ from batch_manager.attention.interface import LayerAttention
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import BlockTables
-from batch_manager.runtime.device.running import Readbacks
+from batch_manager.runtime.forms.fixed.form import FixedForm
+from batch_manager.runtime.forms.fixed.inputs import FixedInputs
+from batch_manager.runtime.forms.fixed.launches import Launches
+from batch_manager.runtime.forms.fixed.shapes import captured_shapes, largest_shapes
+from batch_manager.runtime.forms.form import traits_of
+from batch_manager.runtime.forms.graph.form import GraphForm
 from batch_manager.runtime.model_runner import ModelRunner
-from batch_manager.runtime.plain_steps import PlainSteps
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 
 META, VOCAB, HIDDEN, SIZE, SLOTS, WIDTH = torch.device("meta"), 50, 24, 16, 8, 3
+MIXED = {(8, 64)}                     # sizes of steps with contexts that have graphs
 KERNEL = dispatch.kernel
 
 
@@ -135,7 +141,10 @@ def stub_kernel(name, device):
 
 
 class Engine:
-    """The parts of a native backend that run a step, with tensors on the meta device."""
+    """The parts of a native backend that run a step, with tensors on the meta device.
+
+    forms   the forms `graph`, whose replays launch kernel by kernel, and `fixed`
+    """
 
     def __init__(self, monkeypatch):
         triton_paged = pytest.importorskip("batch_manager.attention.triton_paged", reason="triton is not installed")
@@ -147,11 +156,20 @@ class Engine:
         pool = torch.empty(100, 1, 2, 1, SIZE, 8, device=META)
         self.uploads, self.tables = CountedUploads(), BlockTables(SLOTS * WIDTH, 20, copied=(SLOTS, 20))
         self.attention = triton_paged.TritonPagedAttention(spec, pool)
-        self.runner = ModelRunner(Model(self.attention), self.attention, self.uploads, VOCAB)
+        model = Model(self.attention)
+        self.runner = ModelRunner(model, self.attention, self.uploads, VOCAB)
         monkeypatch.setattr(dispatch, "kernel", stub_kernel)
         self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
-        self.steps = PlainSteps(self.runner, self.attention, self.decoder, self.tables, self.uploads, Readbacks(META),
-                                META, num_slots=SLOTS, tokens_per_block=SIZE, mixed_sizes=frozenset({(8, 64)}))
+        self.parts = parts = SimpleNamespace(
+            device=META, uploads=self.uploads, readbacks=SimpleNamespace(start=lambda tensors, is_reused: None),
+            tables=self.tables, slots=self.decoder.state, decoder=self.decoder, attention=self.attention,
+            num_slots=SLOTS, tokens_per_block=SIZE)
+        self.inputs = FixedInputs(parts, largest_shapes(SLOTS, MIXED))
+        launches = Launches(parts, self.inputs, model, None)
+        shapes = captured_shapes(SLOTS, MIXED, self.inputs.may_split)
+        self.forms = {"graph": GraphForm(parts, self.inputs, {shape: partial(launches.launch, shape)
+                                                              for shape in shapes}),
+                      "fixed": FixedForm("fixed", parts, self.inputs, launches)}
 
     def run(self, batch):
         """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise).
@@ -172,18 +190,16 @@ class Engine:
         assert {tensor.device for tensor in self.sampled.tensors().values()} == {META}
         return len(self.uploads.sent), copies.found
 
-    def run_plainly(self, batch):
-        """Run the batch as a plain step. Return (bytes of each upload, names of operations that copy otherwise).
+    def obstacle(self, form, batch):
+        """Return the bits that keep the batch out of a form."""
+        form = self.forms[form]
+        return traits_of(batch, self.parts.slots) & ~form.serves or form.misfit(batch)
 
-        Returns None if the batch cannot run as a plain step.
-        """
+    def run_in(self, form, batch):
+        """Run the batch in a form. Return (bytes of each upload, names of operations that copy otherwise)."""
         self.uploads.sent.clear()
         self.tables.update(batch)
-        if not self.steps.serves(batch):
-            return None
+        assert not self.obstacle(form, batch)
         with copies_from_the_host() as copies:
-            shape = self.steps.write(batch)
-            self.steps.inputs.send(shape)
-            self.steps.run_step(shape)
-        self.steps.inputs.are_sent()
+            self.forms[form].start(batch, traits_of(batch, self.parts.slots))
         return self.uploads.sent, copies.found

@@ -9,9 +9,9 @@ folder for checkpoints of tests/integration/engine_modes.py. test_recorded_steps
 import json
 import sys
 from collections import Counter
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
-from batch_manager.runtime import native_backend, packing, plain_steps
-from batch_manager.runtime.forms.fixed import making as step_fusion
-from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, graph_rows
+from batch_manager.layers.recording import record_embedding
+from batch_manager.runtime import native_backend, packing
+from batch_manager.runtime.forms.fixed import making
+from batch_manager.runtime.forms.fixed.form import read_result
+from batch_manager.runtime.forms.fixed.launches import Launches
+from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, graph_rows
+from batch_manager.runtime.forms.form import traits_of
 from batch_manager.runtime.forms.graph import form as graphs
+from batch_manager.runtime.forms.graph.form import GraphForm
 from batch_manager.runtime.native_backend import build_native_backend
-from batch_manager.runtime.plain_steps import PlainStep
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
@@ -62,47 +66,65 @@ def random_batch(draw, num_rows, is_split, contexts=()):
         block_table_updates=BlockTableUpdates(rows, indices, draw.permutation(BLOCKS).astype(np.int32)))
 
 
-def make_steps(checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
-    """Return (a backend with a model, its plain steps)."""
-    params = TrtGptModelOptionalParams(
-        device="cpu", dtype=dtype, num_threads=1,
-        kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
-    native_backend.obstacle_to_graphs = lambda *_: ""                       # only `replays` captures graphs
-    capture, native_backend.NativeBackend.capture_graphs = (
-        native_backend.NativeBackend.capture_graphs, lambda _, must: None)
-    backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
-    native_backend.NativeBackend.capture_graphs = capture
-    backend._plain_steps.pad_to(graph_rows(num_slots))
-    return backend, backend._plain_steps
+class Steps:
+    """The steps of an engine, padded to the shapes of graphs. What would be a replay is launched within a Recorder.
 
+    launches   what is launched
+    """
 
-def record(backend, steps, batch):
-    """Run the batch as a plain step within a Recorder. Return (shape of the step, recorder, `output` of the step)."""
-    with torch.inference_mode():
-        backend._tables.update(batch)
-        assert steps.serves(batch)
-        shape = steps.write(batch)
-        steps.inputs.send(shape)
+    def __init__(self, checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
+        params = TrtGptModelOptionalParams(
+            device="cpu", dtype=dtype, num_threads=1,
+            kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
+        native_backend.obstacle_to_graphs = lambda *_: ""                       # only `replays` captures graphs
+        capture, native_backend.NativeBackend.capture_graphs = (
+            native_backend.NativeBackend.capture_graphs, lambda _, must: None)
+        self.backend = backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
+        native_backend.NativeBackend.capture_graphs = capture
+        self.parts, self.inputs, self.launches = backend._parts, backend._inputs, backend._launches
+        shapes = captured_shapes(num_slots, backend._graph_sizes, self.inputs.may_split)
+        self.form = GraphForm(self.parts, self.inputs, {shape: partial(self._record, shape) for shape in shapes})
+
+    def _record(self, shape):
         with Recorder() as recorder:
-            steps.run_step(shape)
-    steps.inputs.are_sent()
-    return shape, recorder, output(backend, steps, batch, shape)
+            self.launches.launch(shape)
+        self._recorded = shape, recorder
+
+    def record(self, batch):
+        """Run the batch. Return (shape of the step, recorder, the step's tokens, log-probs or None, failures)."""
+        with torch.inference_mode():
+            self.parts.tables.update(batch)
+            traits = traits_of(batch, self.parts.slots)
+            assert not (traits & ~self.form.serves or self.form.misfit(batch))
+            step = self.form.start(batch, traits)
+        return *self._recorded, values_of(step)
+
+    def read(self, batch, shape):
+        """Return what a step of the batch has left in the memory of the results."""
+        return values_of(read_result(self.parts, self.inputs, batch, shape, traits_of(batch, self.parts.slots)))
+
+    def set_up(self, samples):
+        """Set up sequences in all slots, greedy or sampled."""
+        with torch.inference_mode():
+            self.parts.decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
+
+    def without_fusion(self):
+        model = self.backend._model
+        return Launches(self.parts, self.inputs, model, record_embedding(model.embed))
+
+    def keep_logits(self):
+        """Return a list to which each step appends its logits."""
+        logits, sample = [], self.parts.decoder.sample_plain
+        self.parts.decoder.sample_plain = lambda given, *more: logits.append(given) or sample(given, *more)
+        return logits
 
 
-def output(backend, steps, batch, shape):
-    """Read the results of a plain step from the memory that it writes. Return (tokens, log-probs or None, failures)."""
-    results = {"results": steps.inputs.of(shape).read_back.clone().numpy()}
-    found = PlainStep(batch, shape, backend._decoder.state.active, SimpleNamespace(wait=lambda: results)).finish()
+def values_of(step):
+    found = step.finish()
     return found.tokens.tolist(), None if found.log_probs is None else found.log_probs.tolist(), found.failures
 
 
-def set_up(backend, samples):
-    """Set up sequences in all slots, greedy or sampled."""
-    with torch.inference_mode():
-        backend._decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
-
-
-def recordings(backend, steps):
+def recordings(steps):
     """Yield a finding for each shape, from two batches of this shape, the second of which has more padding.
 
     The finding has the differences between the launches of the batches, and the operations that a capture refuses. It
@@ -110,28 +132,28 @@ def recordings(backend, steps):
     """
     draw = np.random.default_rng(5)
     for samples in (False, True):
-        set_up(backend, samples)
-        for rows, is_split in product(steps._graph_rows[:-1:2] if samples else steps._graph_rows, (False, True)):
-            yield recording(backend, steps, Shape(rows, is_split, samples),
+        steps.set_up(samples)
+        for rows, is_split in product(graph_rows(SLOTS)[:-1:2] if samples else graph_rows(SLOTS), (False, True)):
+            yield recording(steps, Shape(rows, is_split, samples),
                             *(random_batch(draw, count, is_split) for count in (min(rows, SLOTS), rows // 2 + 1)))
-    yield recording(backend, steps, MIXED, random_batch(draw, 3, False, [(2, True), (1, True), (2, False)]),
+    yield recording(steps, MIXED, random_batch(draw, 3, False, [(2, True), (1, True), (2, False)]),
                     random_batch(draw, 1, False, [(2, True)]))
     # Keys of generating sequences and of contexts are split, then keys of contexts only.
-    yield recording(backend, steps, SPLIT_MIXED, random_batch(draw, 3, True, [(40, True), (1, True), (17, False)]),
+    yield recording(steps, SPLIT_MIXED, random_batch(draw, 3, True, [(40, True), (1, True), (17, False)]),
                     random_batch(draw, 1, False, [(40, True)]))
 
 
-def recording(backend, steps, expected_shape, first, second):
-    shape, one, _ = record(backend, steps, first)
+def recording(steps, expected_shape, first, second):
+    shape, one, _ = steps.record(first)
     assert shape == expected_shape, shape
     has_split_contexts = shape.contexts > 0 and bool(steps.inputs.of(shape).arrays["context_starts_0"][-1])
     has_split_rows = bool(steps.inputs.of(shape).arrays["starts_0"][-1])
-    shape, other, expected = record(backend, steps, second)
+    shape, other, expected = steps.record(second)
     assert shape == expected_shape, shape
     with torch.inference_mode():
         steps.inputs.of(shape).read_back.fill_(-7)
     one.replay()
-    found = output(backend, steps, second, shape)
+    found = steps.read(second, shape)
     return {"finding": "recording", "shape": list(shape), "launches": [len(one.entries), len(other.entries)],
             "merges": list(one.launches).count("_merge_kernel"), "has_split_contexts": has_split_contexts,
             "has_split_rows": has_split_rows,
@@ -147,14 +169,14 @@ def merged_in_decode(folder):
     """
     for merges in (False, True):
         triton_paged.MERGES_IN_DECODE = merges
-        backend, steps = make_steps(engine_modes.checkpoint(folder))
-        set_up(backend, False)
+        steps = Steps(engine_modes.checkpoint(folder))
+        steps.set_up(False)
         draw = np.random.default_rng(6)
-        record(backend, steps, random_batch(draw, 4, True))                # makes the counters, as before a capture
-        found = recording(backend, steps, Shape(4, True, False), *(
+        steps.record(random_batch(draw, 4, True))                # makes the counters, as before a capture
+        found = recording(steps, Shape(4, True, False), *(
             random_batch(draw, count, True) for count in (4, 3)))
         yield {**found, "finding": "merged in decode", "counters": [
-            int(counters.abs().sum()) for counters in backend._runner.attention._counters]}
+            int(counters.abs().sum()) for counters in steps.parts.attention._counters]}
     triton_paged.MERGES_IN_DECODE = False
 
 
@@ -163,39 +185,39 @@ def counted(folder):
 
     There is a finding for a greedy step and one for a sampled step.
     """
-    made = [make_steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
+    made = [Steps(engine_modes.checkpoint(folder, num_layers), "float16") for num_layers in (1, 2)]
     for samples in (False, True):
         found = []
-        for backend, steps in made:
-            set_up(backend, samples)
+        for steps in made:
+            steps.set_up(samples)
             batch = random_batch(np.random.default_rng(5), 1, is_split=False)
-            found.append(list(record(backend, steps, batch)[1].launches))
+            found.append(list(steps.record(batch)[1].launches))
         yield {"finding": "count", "samples": samples, "launches": found}
 
 
-def planted(backend, steps):
+def planted(steps):
     """Yield the recorder's findings for wrong steps: two take a value from the host, and one waits for the device."""
-    def rows_of_the_host(steps, given, shape):
-        given.generation.table_rows.copy_(torch.from_numpy(steps.inputs.of(shape).arrays["table_rows"].copy()))
+    def rows_of_the_host(given):
+        given.generation.table_rows.copy_(torch.from_numpy(given.arrays["table_rows"].copy()))
 
-    def length_as_a_number(steps, given, shape):
-        given.generation.kv_lengths[:1].fill_(int(steps.inputs.of(shape).arrays["kv_lengths"][0]))
+    def length_as_a_number(given):
+        given.generation.kv_lengths[:1].fill_(int(given.arrays["kv_lengths"][0]))
 
-    def waits(steps, given, shape):
+    def waits(given):
         given.tensors["slots"][0].item()
 
-    right = plain_steps.PlainSteps.run_step
-    set_up(backend, False)
+    right = Launches.launch
+    steps.set_up(False)
     for plant in (rows_of_the_host, length_as_a_number, waits):
-        def run_step(steps, shape, plant=plant):
-            plant(steps, steps.inputs.of(shape), shape)
-            right(steps, shape)
+        def launch(launches, shape, plant=plant):
+            plant(steps.inputs.of(shape))
+            right(launches, shape)
 
-        plain_steps.PlainSteps.run_step = run_step
+        Launches.launch = launch
         draw = np.random.default_rng(5)
-        yield {**recording(backend, steps, Shape(4, False, False), random_batch(draw, 4, False),
+        yield {**recording(steps, Shape(4, False, False), random_batch(draw, 4, False),
                            random_batch(draw, 3, False)), "finding": plant.__name__}
-    plain_steps.PlainSteps.run_step = right
+    Launches.launch = right
 
 
 def launches(folder):
@@ -209,16 +231,14 @@ def launches(folder):
         CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": num_layers}
         parent = Path(folder) / f"{num_layers} layers"
         parent.mkdir(exist_ok=True)
-        backend, steps = make_steps(make_checkpoint("llama", parent))
-        runner, logits = backend._runner, []
-        fused, generate = runner.fused, runner.generate
-        runner.generate = lambda *given, kept=logits, generate=generate: kept.append(generate(*given)) or kept[-1]
+        steps = Steps(make_checkpoint("llama", parent))
+        logits, fused = steps.keep_logits(), steps.launches
         found.append({})
         for is_split in (False, True):
             batch = random_batch(np.random.default_rng(3), 4, is_split)
-            for label, runs in (("fused", fused), ("separate", None)):
-                runner.fused = runs
-                found[-1][label, is_split] = Counter(record(backend, steps, batch)[1].launches)
+            for label, runs in (("fused", fused), ("separate", steps.without_fusion())):
+                steps.launches = runs
+                found[-1][label, is_split] = Counter(steps.record(batch)[1].launches)
             yield {"finding": "logits", "scale": logits[-1].abs().max().item(),
                    "difference": (logits[-2] - logits[-1]).abs().max().item()}
     for label, is_split in found[0]:
@@ -236,16 +256,15 @@ def many_rows(folder):
     CONFIGS["llama"] |= LLAMA_135M
     parent = Path(folder) / "135M"
     parent.mkdir()
-    backend, steps = make_steps(make_checkpoint("llama", parent), "float16", MANY, MANY)
+    steps = Steps(make_checkpoint("llama", parent), "float16", MANY, MANY)
     slots, draw = np.arange(MANY, dtype=np.int32), np.random.default_rng(8)
     first, second = (ScheduledBatch(
         0, block_table_updates=BlockTableUpdates(slots, 0 * slots, slots), generation=GenerationWork(
             slots[:count], draw.integers(1, BLOCK, count).astype(np.int32))) for count in (MANY, MANY - 5))
-    runner, logits, generate = backend._runner, [], backend._runner.generate
-    runner.generate = lambda *given: logits.append(generate(*given)) or logits[-1]
-    found = recording(backend, steps, Shape(MANY, False, False), first, second)
-    runner.fused = None
-    separate = Counter(record(backend, steps, second)[1].launches)
+    logits = steps.keep_logits()
+    found = recording(steps, Shape(MANY, False, False), first, second)
+    steps.launches = steps.without_fusion()
+    separate = Counter(steps.record(second)[1].launches)
     # The replay has overwritten the first logits. The last rows are padding.
     _, fused_logits, separate_logits = (rows[: MANY - 5].float() for rows in logits)
     yield {**found, "finding": "many rows", "separate": separate, "scale": separate_logits.abs().max().item(),
@@ -255,7 +274,7 @@ def many_rows(folder):
 class SpoiltGraph(ReplayedGraph):
     """Changes results of a replay by `spoils(shape, results)`. If that is None, a capture raises."""
 
-    spoils, steps = None, None
+    spoils, inputs = None, None
 
     def capture(self, function):
         super().capture(function)
@@ -265,7 +284,7 @@ class SpoiltGraph(ReplayedGraph):
     def replay(self):
         super().replay()
         if SpoiltGraph.spoils is not None:
-            SpoiltGraph.spoils(self._shape, SpoiltGraph.steps.inputs.of(self._shape).results)
+            SpoiltGraph.spoils(self._shape, SpoiltGraph.inputs.of(self._shape).results)
 
 
 def token_of_the_last_row(shape, results):
@@ -287,23 +306,25 @@ def wrong_replays(folder):
     """Yield what a backend finds in graphs of which one is wrong in one kind of step, and does if there are none."""
     graphs.CapturedGraph, warnings = SpoiltGraph, []
     native_backend.log.warning = lambda text, *values: warnings.append(text % values)
-    backend, steps = make_steps(engine_modes.checkpoint(folder))
-    SpoiltGraph.steps, steps._mixed_sizes = steps, frozenset(sorted(steps._mixed_sizes)[:1])
+    steps = Steps(engine_modes.checkpoint(folder))
+    backend = steps.backend
+    SpoiltGraph.inputs, backend._graph_sizes = steps.inputs, frozenset(sorted(backend._graph_sizes)[:1])
     SpoiltGraph.spoils = staticmethod(lambda *_: None)
     backend.capture_graphs()
-    yield {"finding": "wrong replay", "name": "none", "has_graphs": steps.graphs is not None, "warnings": warnings,
+    graph, *backend._forms = backend._forms
+    yield {"finding": "wrong replay", "name": "none", "has_graphs": graph.name == "graph", "warnings": warnings,
            "not_captured": backend.info.not_captured}
     for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
         SpoiltGraph.spoils = staticmethod(spoils)
         with torch.inference_mode():
-            difference = backend._difference_of_graphs()
+            difference = backend._difference_of_graphs(graph)
         yield {"finding": "wrong replay", "name": spoils.__name__, "difference": difference,
                "pool_is_zero": not backend._pool.any().item()}
     SpoiltGraph.spoils = None
     for must in (False, True):
         try:
             backend.capture_graphs(must=must)
-            yield {"finding": "wrong replay", "name": "raises", "has_graphs": steps.graphs is not None,
+            yield {"finding": "wrong replay", "name": "raises", "has_graphs": backend._forms[0].name == "graph",
                    "warnings": warnings, "not_captured": backend.info.not_captured}
         except ConfigError as error:
             yield {"finding": "wrong replay", "name": "must", "error": str(error)}
@@ -323,9 +344,9 @@ def replays(folder):
 if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
     native_backend.NativeBackend.warm_up = lambda *_: None
-    step_fusion.compared_tokens = lambda *_: ()
-    made = make_steps(engine_modes.checkpoint(sys.argv[1]))
-    for finding in chain(recordings(*made), planted(*made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
+    making.compared_tokens = lambda *_: ()
+    made = Steps(engine_modes.checkpoint(sys.argv[1]))
+    for finding in chain(recordings(made), planted(made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
                          launches(sys.argv[1]), counted(sys.argv[1]), merged_in_decode(sys.argv[1]),
                          many_rows(sys.argv[1])):
         print(json.dumps(finding), flush=True)

@@ -138,12 +138,12 @@ def test_plain_steps_one_by_one_fused_and_as_graphs_are_the_same_up_to_rounding(
 
     Each also gives the results of float32 on the CPU.
     """
-    run, replay, counts = fused_step.FusedStep.run, graphs.CapturedGraph.replay, Counter()
+    run, replay, counts = fused_step.FusedBody.run, graphs.CapturedGraph.replay, Counter()
 
     def counted(name, function):
         return lambda *given, **named: counts.update([name]) or function(*given, **named)
 
-    monkeypatch.setattr(fused_step.FusedStep, "run", counted("fused", run))
+    monkeypatch.setattr(fused_step.FusedBody, "run", counted("fused", run))
     monkeypatch.setattr(graphs.CapturedGraph, "replay", counted("replayed", replay))
     with in_torch():
         exact = serve_plain_steps(new_client, model, device="cpu", dtype="float32")

@@ -1,6 +1,6 @@
 """The launches of a greedy generation step of the models that the goals for a GPU name, counted without a GPU.
 
-The models have their real sizes, and weights without memory. `FusedStep` decides what is fused, as when an engine
+The models have their real sizes, and weights without memory. `FusedBody` decides what is fused, as when an engine
 loads the model. Run with `-s` to see the counts that docs/devices.md has.
 """
 
@@ -14,8 +14,8 @@ from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime.forms.fixed.fused import FusedStep
-from batch_manager.runtime.forms.fixed.making import record_step
+from batch_manager.runtime.forms.fixed.fused import FusedBody
+from batch_manager.runtime.forms.fixed.making import record_launches
 from batch_manager.triton_kernels import fused_linear_settings
 from batch_manager.triton_kernels.decode_work_list import decode_work_list
 from batch_manager.triton_kernels.device_limits import DeviceLimits
@@ -48,9 +48,9 @@ def fused_step(shape, monkeypatch):
     made = find_model(config["architectures"][0])
     spec = made.read_spec(Fields(config, "config.json"), config["architectures"][0])
     model = made(spec, NoWeights(), LayerContext(device=META, dtype=torch.bfloat16))
-    recording, gives_logits = record_step(LoadedModel(spec, model, 0, META, torch.bfloat16), spec, norms_heads=True)
+    recording, gives_logits = record_launches(LoadedModel(spec, model, 0, META, torch.bfloat16), spec, norms_heads=True)
     assert gives_logits
-    return FusedStep(recording, META, H100, gives_logits=True)
+    return FusedBody(recording, META, H100, gives_logits=True)
 
 
 @pytest.mark.parametrize("name", GOALS)

@@ -1,4 +1,4 @@
-"""Plain steps give the right tokens in every interleaving of host and stream, with two steps in flight.
+"""Steps at fixed addresses give the right tokens in every interleaving of host and stream, with two steps in flight.
 
 The host sets sequences up, writes a step and starts it, while the LazyStream of lazy_stream.py may still have the
 uploads and launches of two earlier steps in its queue. The model is a number computed from all inputs of a row, so that
@@ -24,7 +24,10 @@ from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.runtime.device import running as device_module
 from batch_manager.runtime.device.running import Readbacks, Uploads
 from batch_manager.runtime.forms.fixed.inputs import FixedInputs
-from batch_manager.runtime.plain_steps import PlainSteps
+from batch_manager.runtime.forms.fixed.launches import Launches
+from batch_manager.runtime.forms.fixed.shapes import captured_shapes, largest_shapes
+from batch_manager.runtime.forms.form import traits_of
+from batch_manager.runtime.forms.graph.form import GraphForm
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.context_work_list import ContextTileWork, MostContextTileWork
 from batch_manager.triton_kernels.sample_scratch import BUCKETS
@@ -37,9 +40,9 @@ SAMPLED = SamplingConfig(temperature=0.9, top_k=3, random_seed=2)
 
 
 class Attention:
-    """A BindableAttention that keeps what it is bound to, for the Runner."""
+    """A BindableAttention that keeps what it is bound to, for the Model."""
 
-    windows, can_bind = (None,), True
+    windows, dispatch = (None,), "torch"
 
     def plan_generation(self, kv_lengths):
         rows = np.arange(len(kv_lengths), dtype=np.int32)
@@ -60,20 +63,15 @@ class Attention:
         self.generation, self.contexts = generation, contexts
 
 
-class Runner:
-    """A ModelRunner whose logits are largest at a token computed from all inputs of the row."""
+class Model:
+    """A model whose logits are largest at a token computed from all inputs of the row."""
 
-    table = None
+    def embed(self, tokens):
+        return tokens
 
-    def __init__(self, attention):
-        self.attention = attention
-
-    def generate(self, tokens, positions):
-        return self.logits(self.forward(tokens, positions))
-
-    def forward(self, tokens, positions):
+    def forward(self, tokens, positions, attention):
         """Return a number [t, 1] for each token."""
-        given, contexts = self.attention.generation, self.attention.contexts
+        given, contexts = attention.generation, attention.contexts
         parts = [self._code(given) + given.work[None][0][:, 1:].sum(1)]
         if contexts is not None:
             starts, count = contexts.query_starts.long(), len(positions) - len(parts[0])
@@ -95,23 +93,13 @@ class Runner:
         return logits
 
 
-class Graphs:
-    """Stands in for runtime.forms.graph.form.Graphs: replaying a step queues its launches."""
-
-    def __init__(self, stream, run_step):
-        self._stream, self._run_step = stream, run_step
-
-    def run(self, shape):
-        self._stream.give(lambda: self._run_step(shape))
-
-
 def separate(tensor):
     """Return a copy that shares no memory with the host."""
     return tensor.clone()
 
 
 class Engine:
-    """A decoder and plain steps on a stream.
+    """A decoder and the form `graph` on a stream: replaying a step queues its launches.
 
     choose   choose(n) returns how many of the n queued actions run before the host writes the next upload
     """
@@ -121,11 +109,14 @@ class Engine:
         self.uploads, attention = Uploads(CPU), Attention()
         self.tables = BlockTables(SLOTS, MAX_BLOCKS, copied=(SLOTS, MAX_BLOCKS))
         self.decoder = GptDecoder(SLOTS + 1, CPU, send=self.uploads.send)
-        self.steps = PlainSteps(Runner(attention), attention, self.decoder, self.tables, self.uploads,
-                                Readbacks(ELSEWHERE), CPU, num_slots=SLOTS, tokens_per_block=SIZE,
-                                mixed_sizes=frozenset({MIXED}))
-        self.steps.graphs = Graphs(stream, self.steps.run_step)
-        self.steps.pad_to((1, 2, SLOTS))
+        self.parts = SimpleNamespace(
+            device=CPU, uploads=self.uploads, readbacks=Readbacks(ELSEWHERE), tables=self.tables,
+            slots=self.decoder.state, decoder=self.decoder, attention=attention, num_slots=SLOTS, tokens_per_block=SIZE)
+        inputs = FixedInputs(self.parts, largest_shapes(SLOTS, {MIXED}))
+        launches = Launches(self.parts, inputs, Model(), None)
+        self.form = GraphForm(self.parts, inputs, {
+            shape: lambda shape=shape: stream.give(lambda: launches.launch(shape))
+            for shape in captured_shapes(SLOTS, {MIXED}, inputs.may_split)})
         self._pretend_to_be_on_a_gpu(choose)
 
     def _pretend_to_be_on_a_gpu(self, choose):
@@ -144,13 +135,14 @@ class Engine:
         self.uploads._free_buffer, self.num_uploads = chosen, 0
 
     def start(self, batch):
-        """Do what NativeBackend.start does for a plain step."""
+        """Do what NativeBackend.start does for a step."""
         before, waits = self.num_uploads, self.stream.waits
         self.tables.update(batch)
         if batch.context:
             self.decoder.set_up((work.slot, work.setup) for work in batch.context)
-        assert self.steps.serves(batch)
-        step = self.steps.start(batch)
+        traits = traits_of(batch, self.parts.slots)
+        assert not (traits & ~self.form.serves or self.form.misfit(batch))
+        step = self.form.start(batch, traits)
         assert self.stream.waits == waits, "the host waited for the stream"
         return step, self.num_uploads - before
 

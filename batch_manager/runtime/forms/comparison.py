@@ -1,12 +1,35 @@
-"""Helpers to compare a compiled or fused forward with the model's own forward, on one step, before the first request.
+"""Compares a form with the model's own layers on a first step, before the first request.
 
 Tolerances are above the differences that rounding causes, and far below those of a wrong operation.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-from ...attention.interface import PackedStep
+from ...attention.interface import Attention, PackedStep
+from ...decoding.slots import Send
+from ...errors import counted
+from ...models.loading import LoadedModel
+
+COMPARED_AT_ONCE = 16              # rows of results; more take too much memory
+
+
+class Tolerance(NamedTuple):
+    """How far results may differ that are the same up to rounding.
+
+    share       of the largest absolute value: largest difference of two hidden states, or of two logits
+    log_probs   largest difference of two log-probabilities of one token
+    """
+
+    share: float
+    log_probs: float
+
+
+TOLERANCES = {torch.float32: Tolerance(1e-3, 1e-4), torch.float16: Tolerance(0.02, 1e-2),
+              torch.bfloat16: Tolerance(0.1, 5e-2)}
 
 
 def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> PackedStep:
@@ -24,6 +47,30 @@ def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> Packe
                       slots=np.zeros(contexts, np.int32), query_starts=starts,
                       kv_lengths=np.diff(starts), block_tables=np.zeros((contexts, 1), np.int32),
                       num_contexts=contexts, logits_rows=starts[1:].astype(np.int64) - 1)
+
+
+def difference_from_layers(loaded: LoadedModel, attention: Attention, send: Send, step: PackedStep,
+                           run: Callable[[torch.Tensor, torch.Tensor, Attention], torch.Tensor], *, gives_logits: bool
+                           ) -> str:
+    """Compute a step by the model's layers and by `run`. Return how the results differ; "": they agree.
+
+    run            (embeddings of the tokens, positions, attention that has planned the step) -> hidden states of all
+                   tokens, or logits. It may overwrite the embeddings
+    gives_logits   whether `run` returns logits
+    """
+    model, planned = loaded.model, attention.plan(step) or []
+    token_ids, positions, *tensors = send([step.token_ids.astype(np.int64), step.positions.astype(np.int64), *planned])
+    if planned:
+        attention.receive(tensors)
+    hidden = model.embed(token_ids)
+    expected = model.forward(hidden.clone(), positions, attention)
+    if gives_logits:
+        expected = model.logits(expected)
+    found = run(hidden, positions, attention)
+    for found_rows, expected_rows in zip(found.split(COMPARED_AT_ONCE), expected.split(COMPARED_AT_ONCE)):
+        if difference := describe_difference(found_rows, expected_rows, TOLERANCES[loaded.dtype].share):
+            return f"differs from the layers: {difference}, in a first step of {counted(step.num_tokens, 'token')}"
+    return ""
 
 
 def describe_difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from ....attention.interface import Attention
 from ....config import TrtGptModelOptionalParams
 from ....contained_log import log
+from ....decoding.slots import share
 from ....errors import ConfigError
 from ....layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from ....loading_thread import check_interruption
@@ -15,12 +15,11 @@ from ....models.loading import LoadedModel
 from ....models.spec import ModelSpec
 from ....triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
 from ....triton_kernels.dispatch import use_triton
-from ..comparison import describe_difference, first_step
+from ..comparison import difference_from_layers, first_step
 from .forward import CompiledStep
 
 LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
 COMPARED_TOKENS = 5
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def obstacle_to_compiling(params: TrtGptModelOptionalParams, device: torch.device,
@@ -91,11 +90,7 @@ def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_
         compiled = CompiledStep(recording, kv_pool, spec.num_heads, head, threads)
         num_tokens = min(COMPARED_TOKENS, kv_pool.shape[4], spec.max_position_embeddings)
         step = first_step(num_tokens, spec.vocab_size, num_tokens)
-        hidden = loaded.model.embed(torch.from_numpy(step.token_ids.astype(np.int64)))
-        attention.plan(step)
-        expected = loaded.model.forward(hidden.clone(), torch.from_numpy(step.positions), attention)
-        found = compiled.run(hidden.to(loaded.dtype), step)
-        difference = describe_difference(found, expected, TOLERANCES[loaded.dtype])
-        if difference:
-            raise NotRecordableError(f"its compiled first step differs from torch's {difference}")
+        if difference := difference_from_layers(loaded, attention, share, step, lambda hidden, *_: compiled.run(
+                hidden.to(loaded.dtype), step), gives_logits=False):
+            raise NotRecordableError(difference)
     return compiled

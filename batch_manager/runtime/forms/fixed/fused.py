@@ -23,7 +23,7 @@ Registers = list[torch.Tensor | None]
 Launch = Callable[[Registers, torch.Tensor, Attention], None]          # (registers, positions, attention)
 
 
-class FusedStep:
+class FusedBody:
     """Runs the recorded operations of a model in generation steps of up to `most_rows` rows.
 
     limits         the DeviceLimits of the device

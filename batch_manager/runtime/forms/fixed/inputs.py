@@ -28,11 +28,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ....attention.interface import BindableAttention, ContextInputs, GenerationInputs
+from ....attention.interface import Attention, ContextInputs, GenerationInputs
 from ....handover import ScheduledBatch
 from ....triton_kernels.context_work_list import WORK_COLUMNS
-from ...block_tables import BlockTables
-from ...device.running import ALIGNMENT, Uploads
+from ...device.running import ALIGNMENT
 from ...packing import (
     NO_CONTEXT_ROWS,
     NO_GENERATION_ROWS,
@@ -41,11 +40,18 @@ from ...packing import (
     locate_contexts,
     locate_generation,
 )
+from ...parts import DeviceParts
+from ..form import LENGTH, SLOTS
 from .shapes import MOST_CONTEXTS, Shape
 
 SPARE_CHANGES = 32                 # block table entries that a step can change beyond those for its own tokens
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 UNUSED_SLOT, UNUSED_ENTRY, LAST_VALUE = "unused slot", "unused entry", "last value"         # kinds of padding
+
+
+def can_bind(attention: Attention) -> bool:
+    """Whether an attention can read its inputs at fixed addresses; see BindableAttention."""
+    return getattr(attention, "can_bind", False) is True
 
 
 class Section(NamedTuple):
@@ -125,22 +131,22 @@ class Division:
 class FixedInputs:
     """The input buffer and the result buffer of all steps on the device, and the block tables on the device.
 
-    largest        the shapes that need the largest buffers
-    attention      the attention whose work lists are among the arrays
-    tables         the host's block tables, which note their changes for the copy on the device
-    num_slots      number of sequences in the largest step. Padding rows use slot num_slots
+    parts     with a BindableAttention, block tables that note their changes for a copy, and num_slots + 1 slots
+    largest   the shapes that need the largest buffers
 
     block_tables   [rows + 1, max_blocks] int32 on the device; the last row belongs to no sequence
+
+    Padding rows use slot `parts.num_slots`, and slots from this one on have no row in the block tables on the device.
+    Once a sequence was set up in such a slot, no batch fits any more.
     """
 
-    def __init__(self, largest: Sequence[Shape], attention: BindableAttention, tables: BlockTables, uploads: Uploads,
-                 device: torch.device, *, num_slots: int, tokens_per_block: int) -> None:
-        self._attention, self._tables, self._uploads = attention, tables, uploads
-        self._num_slots, self._tokens_per_block = num_slots, tokens_per_block
-        num_rows, max_blocks = tables.copied
-        self.max_tokens = max_blocks * tokens_per_block
+    def __init__(self, parts: DeviceParts, largest: Sequence[Shape]) -> None:
+        self._attention, self._tables, self._uploads = parts.attention, parts.tables, parts.uploads
+        self._slots, self._num_slots, self._tokens_per_block = parts.slots, parts.num_slots, parts.tokens_per_block
+        num_rows, max_blocks = parts.tables.copied
+        self._max_tokens, device = max_blocks * parts.tokens_per_block, parts.device
         self.block_tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
-        self._paddings = {UNUSED_SLOT: num_slots, UNUSED_ENTRY: num_rows * max_blocks, LAST_VALUE: None}
+        self._paddings = {UNUSED_SLOT: parts.num_slots, UNUSED_ENTRY: num_rows * max_blocks, LAST_VALUE: None}
         self._values_of_rows = _values("rows")
         self._values_of_contexts = _values("contexts")
         num_bytes = max(_offsets(self._sections(), self._counts(shape))[1] for shape in largest)
@@ -155,6 +161,16 @@ class FixedInputs:
         if found is None:
             found = self._divisions[shape] = self._divide(shape)
         return found
+
+    def misfit(self, batch: ScheduledBatch) -> int:
+        """Return SLOTS or LENGTH if the slots or the blocks of a batch do not fit; 0: they do."""
+        if self._slots.num_taken > self._num_slots:
+            return SLOTS
+        kv_lengths, most = batch.generation.kv_lengths, self._max_tokens
+        if len(kv_lengths) and kv_lengths.max() >= most or batch.context and any(
+                work.start + len(work.token_ids) > most for work in batch.context):
+            return LENGTH
+        return 0
 
     def may_split(self, rows: int, context_tokens: int = 0) -> bool:
         """Whether attention may split keys into parts in a step of `rows` generation rows and `context_tokens`."""

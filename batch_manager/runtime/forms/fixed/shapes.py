@@ -12,7 +12,7 @@ have no graph, because they compute for longer than their launches take.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 SMALL_ROWS = (1, 2, 4)
@@ -26,6 +26,7 @@ MOST_CONTEXTS = 32                                       # contexts of these ste
 # Operations of the largest step with contexts that has a graph: a multiplication and an addition per weight and token.
 # They take 3 ms at 400 TFLOP/s, measured on an H100 in bf16; launching the kernels of a layer takes about 0.1 ms.
 MOST_OPERATIONS = 12 * 10**11
+NO_SIZES: frozenset[tuple[int, int]] = frozenset()
 
 
 class Shape(NamedTuple):
@@ -75,6 +76,32 @@ def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset
     return frozenset((rows, tokens) for rows in _up_to(MIXED_ROWS, most_rows)
                      for tokens in _up_to(MIXED_TOKENS, most_tokens)
                      if 2 * num_weights * (rows + tokens) <= MOST_OPERATIONS)
+
+
+def captured_shapes(num_slots: int, sizes: Iterable[tuple[int, int]], may_split: Callable[[int, int], bool]
+                    ) -> list[Shape]:
+    """Return the shapes for which graphs are captured.
+
+    num_slots   number of sequences in the largest step
+    sizes       a result of `mixed_sizes`
+    may_split   (generation rows, context tokens) -> whether attention may split keys into parts in such a step
+    """
+    generation = [(Shape(rows, False, samples), may_split(rows, 0))
+                  for rows in graph_rows(num_slots) for samples in (False, True)]
+    mixed = [(mixed_shape(*size), may_split(*size)) for size in sizes]
+    return [shape._replace(is_split=is_split) for shape, may_be_split in (*generation, *mixed)
+            for is_split in (False, True)[: 1 + may_be_split]]
+
+
+def largest_shapes(num_slots: int, sizes: Iterable[tuple[int, int]]) -> list[Shape]:
+    """Return the shapes whose steps need the largest buffers; see `captured_shapes`."""
+    generation = Shape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
+    return [generation, *(mixed_shape(*size)._replace(is_split=True) for size in sizes)]
+
+
+def mixed_shape(rows: int, context_tokens: int) -> Shape:
+    """Return the shape of a step with contexts of one of `mixed_sizes`, without split keys."""
+    return Shape(rows, False, True, context_tokens, MOST_CONTEXTS)
 
 
 def padded(count: int, sizes: Sequence[int]) -> int | None:

@@ -1,55 +1,56 @@
 """Checks that replayed graphs compute what the same steps compute when their kernels are launched one by one."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
-import torch
 
 from ....handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup, StepOutput
 from ....sampling_config import SamplingConfig
-from ...plain_steps import PlainSteps
+from ....seams import PendingStep
+from ...parts import DeviceParts
+from ..comparison import TOLERANCES
+from ..form import StepForm, traits_of
 
 GREEDY = SlotSetup(return_log_probs=True, prompt_length=1)
 SAMPLED = SlotSetup(SamplingConfig(top_k=8, random_seed=0), return_log_probs=True, prompt_length=1)
 MOST_SEQUENCES = 256
 CHUNK_TOKENS = 3                           # of the prompt in a step with contexts
-# Largest difference of two log-probabilities of one token, where other kernels of a library may round otherwise.
-TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 
 
-def difference_of_graphs(start: Callable[[ScheduledBatch], Any], steps: PlainSteps, *, num_slots: int, num_blocks: int,
-                         tokens_per_block: int, long_blocks: int, vocab_size: int, dtype: torch.dtype) -> str:
+def difference_of_graphs(start: Callable[[ScheduledBatch], PendingStep], replayed: StepForm, launched: StepForm,
+                         parts: DeviceParts, *, long_blocks: int) -> str:
     """Run steps of each kind twice: replayed, and with their kernels launched one by one. Overwrites the KV cache.
 
     The kinds are: greedy or sampled rows; keys that attention splits or not; with and without contexts.
 
-    start         NativeBackend.start
+    start         runs a step in a form that serves any batch, and carries its setups and changes of block tables out
+    launched      serves the batches that `replayed` serves
     long_blocks   number of blocks of a sequence that attention may split
     Returns       the first difference in tokens or log-probabilities as text; "": there is none
     """
+    tolerance = TOLERANCES[parts.pool.dtype].log_probs
     for setup in (GREEDY, SAMPLED):
-        for lengths in _lengths(num_slots, num_blocks, tokens_per_block, long_blocks):
-            for batch in _batches(start, setup, lengths, tokens_per_block, vocab_size, num_slots):
-                if not steps.serves(batch):
+        for lengths in _lengths(parts, long_blocks):
+            for batch in _batches(start, setup, lengths, parts.tokens_per_block, parts.vocab_size):
+                traits = traits_of(batch, parts.slots)
+                if traits & ~replayed.serves or replayed.misfit(batch):
                     continue
-                replayed = start(batch).finish()
-                launched = steps.start(batch, is_replayed=False).finish()
-                if text := _difference(replayed, launched, TOLERANCES[dtype]):
+                outputs = [form.start(batch, traits).finish() for form in (replayed, launched)]
+                if text := _difference(*outputs, tolerance):
                     return f"{text}, in a step of {len(batch.generation)} sequences and {len(batch.context)} contexts"
     return ""
 
 
-def _lengths(num_slots: int, num_blocks: int, tokens_per_block: int, long_blocks: int) -> Iterator[np.ndarray]:
+def _lengths(parts: DeviceParts, long_blocks: int) -> Iterator[np.ndarray]:
     """Yield the numbers of cached tokens of the sequences of a step: many short ones, then one long one."""
-    most = min(num_slots, num_blocks, MOST_SEQUENCES)
-    yield np.ones(most, np.int32)
+    num_blocks = len(parts.pool)
+    yield np.ones(min(parts.num_slots, num_blocks, MOST_SEQUENCES), np.int32)
     if 1 < long_blocks <= num_blocks:
-        yield np.array([(long_blocks - 1) * tokens_per_block], np.int32)
+        yield np.array([(long_blocks - 1) * parts.tokens_per_block], np.int32)
 
 
-def _batches(start: Callable[[ScheduledBatch], Any], setup: SlotSetup, lengths: np.ndarray, tokens_per_block: int,
-             vocab_size: int, num_slots: int) -> Iterator[ScheduledBatch]:
+def _batches(start: Callable[[ScheduledBatch], PendingStep], setup: SlotSetup, lengths: np.ndarray,
+             tokens_per_block: int, vocab_size: int) -> Iterator[ScheduledBatch]:
     """Set up a sequence for each of `lengths`, with blocks of its own. Yield a step in which all of them generate, and
     one in which the last one computes more tokens of its prompt.
     """

@@ -1,31 +1,122 @@
-"""CUDA graphs of plain steps, which inputs.py defines.
+"""The form `graph`: replays captured launches of a step, in one call.
 
-A graph makes the launches of `PlainSteps.run_step` for one shape in a single call.
+For each row count in shapes.py there is one graph for generation steps in which all rows are greedy, and one for all
+other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for this
+row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
+split sequences or contexts into parts. The number of shapes of such steps is a hundred times the number of graphs that
+could be captured; without a graph, such a step gains nothing from fixed addresses, and no other form has them.
 
-For each row count in shapes.py there is one graph for generation steps in which all rows are greedy, and one for
-all other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for
-this row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
-split sequences or contexts into parts. All graphs are captured before the first request. The largest graph is captured
-first, so that the others can share its memory. A shape runs once before its capture, because kernels are tuned and
-compiled at their first use. Neither tuning nor compilation can be captured.
+All graphs are captured before the first request. The largest graph is captured first, so that the others can share its
+memory. A shape runs once before its capture, because kernels are tuned and compiled at their first use. Neither tuning
+nor compilation can be captured.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from ....config import TrtGptModelOptionalParams
 from ....contained_log import log
+from ....decoding.slots import SAMPLES
 from ....errors import ConfigError
+from ....handover import ScheduledBatch
 from ....triton_kernels.dispatch import use_triton
+from ... import packing
 from ...device.memory import used_memory
 from ...device.running import CapturedGraph, first_line
-from ...packing import Divide, padded
-from ..fixed.shapes import Shape
+from ...packing import Divide
+from ...parts import DeviceParts
+from ..fixed.form import PLAIN, FixedResult, read_result
+from ..fixed.inputs import FixedInputs
+from ..fixed.launches import Launches
+from ..fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, mixed_shape, padded, padded_mixed
+from ..form import CONTEXT_TOKENS, CONTEXTS, CONTEXTS_AT_ONCE, ROWS, NoForm
 
 WITHOUT_GRAPHS = "steps are launched without graphs: %s"        # the message of the log, with the reason
+
+
+class GraphForm:
+    """Pads a step to a shape, and launches it in one call.
+
+    replays   each shape -> a function that launches the steps of this shape
+    """
+
+    name, threads = "graph", None
+
+    def __init__(self, parts: DeviceParts, inputs: FixedInputs, replays: Mapping[Shape, Callable[[], None]]) -> None:
+        self._parts, self._inputs, self._replays = parts, inputs, dict(replays)
+        self._rows = sorted({shape.rows for shape in replays if not shape.contexts})
+        self._sizes = frozenset((shape.rows, shape.context_tokens) for shape in replays if shape.contexts)
+        self.dispatch = parts.attention.dispatch
+        self.serves = PLAIN | CONTEXTS if self._sizes else PLAIN
+
+    def misfit(self, batch: ScheduledBatch) -> int:
+        if not batch.context:
+            if len(batch.generation) > self._rows[-1]:
+                return ROWS
+        elif len(batch.context) > MOST_CONTEXTS:
+            return CONTEXTS_AT_ONCE
+        elif self._size(batch) is None:
+            return CONTEXT_TOKENS
+        return self._inputs.misfit(batch)
+
+    def start(self, batch: ScheduledBatch, traits: int) -> FixedResult:
+        inputs = self._inputs
+        if batch.context:
+            shape = mixed_shape(*self._size(batch))
+        else:
+            shape = Shape(padded(len(batch.generation), self._rows), False, traits & SAMPLES != 0)
+        shape = inputs.write(batch, shape)
+        inputs.send(shape)
+        self._replays[shape]()
+        return read_result(self._parts, inputs, batch, shape, traits)
+
+    def _size(self, batch: ScheduledBatch) -> tuple[int, int] | None:
+        """Return the size to which a step with contexts is padded; None if no graph holds the step."""
+        return padded_mixed(len(batch.generation), sum(len(work.token_ids) for work in batch.context), self._sizes)
+
+    def with_launches(self, launch: Callable[[Shape], None]) -> "GraphForm":
+        """Return the same form with `launch`, which launches a step of a shape, in place of the graphs."""
+        return GraphForm(self._parts, self._inputs, {shape: partial(launch, shape) for shape in self._replays})
+
+    def figures(self) -> dict[str, int]:
+        return {"Captured Graphs": len(self._replays)}
+
+    def close(self) -> None:
+        self._replays.clear()
+
+
+def capture(parts: DeviceParts, inputs: FixedInputs, launches: Launches, sizes: frozenset[tuple[int, int]],
+            graph: Callable[..., Any] | None = None) -> GraphForm:
+    """Capture a graph for each shape, largest first, and replay it once, so that no request waits for its upload.
+
+    sizes   sizes (generation rows, context tokens) of the steps with contexts for which graphs are captured
+    graph   a class with the methods of CapturedGraph; None: CapturedGraph
+    Raises  NoForm if a capture fails
+    """
+    began, used, device, graphs = time.monotonic(), used_memory(parts.device), parts.device, {}
+    graph = graph or CapturedGraph
+    shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split)
+    try:
+        largest = None
+        for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True):
+            inputs.write_padding(shape)
+            inputs.send(shape)
+            launches.launch(shape)
+            graphs[shape] = graph(device, largest)
+            graphs[shape].capture(partial(launches.launch, shape))
+            graphs[shape].replay()
+            largest = largest or graphs[shape]
+    except (RuntimeError, MemoryError) as error:
+        raise NoForm(f"capturing {shape} raised {first_line(error)}", is_wrong=True) from error
+    log.info("captured %d graphs of steps of up to %d generating sequences and %d context tokens in %.1f s; they "
+             "take %s bytes", len(graphs), max(shape.rows for shape in shapes),
+             max(shape.context_tokens for shape in shapes), time.monotonic() - began,
+             f"{used_memory(device) - used:,}")
+    return GraphForm(parts, inputs, {shape: graph.replay for shape, graph in graphs.items()})
 
 
 def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Divide, has_own_attention: bool
@@ -53,54 +144,6 @@ def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: D
         return "deterministic is set"
     if has_own_attention:
         return "Parts.attention is set"
-    if layout is padded:
+    if layout is packing.padded:
         return "TrtGptModelType.V1 pads steps to their static batch"
     return ""
-
-
-class Graphs:
-    """Captures graphs of plain steps (see inputs.py), one for each shape, and replays them.
-
-    run_step   (shape) -> None: launches a step. The shape determines all launches
-    """
-
-    def __init__(self, device: torch.device, run_step: Callable[[Shape], None]) -> None:
-        self._device, self._run_step = device, run_step
-        self._graphs: dict[Shape, CapturedGraph] = {}
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def capture(self, shapes: Sequence[Shape], prepare: Callable[[Shape], None]) -> str:
-        """Capture a graph for each shape, largest first, and replay it once, so that no request waits for its upload.
-
-        Return "". If a capture fails, drop all graphs and return the reason.
-
-        prepare   (shape) -> None: sends inputs to the device, all of them padding
-        """
-        began, used = time.monotonic(), used_memory(self._device)
-        try:
-            largest = None
-            for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True):
-                prepare(shape)
-                self._run_step(shape)
-                graph = CapturedGraph(self._device, largest)
-                graph.capture(partial(self._run_step, shape))
-                graph.replay()
-                largest, self._graphs[shape] = largest or graph, graph
-        except (RuntimeError, MemoryError) as error:
-            self._graphs.clear()
-            return f"capturing {shape} raised {first_line(error)}"
-        log.info("captured %d graphs of steps of up to %d generating sequences and %d context tokens in %.1f s; they "
-                 "take %s bytes", len(self._graphs), max(shape.rows for shape in shapes),
-                 max(shape.context_tokens for shape in shapes), time.monotonic() - began,
-                 f"{used_memory(self._device) - used:,}")
-        return ""
-
-    def run(self, shape: Shape) -> None:
-        """Replay the graph of a shape, or make the launches one by one if the shape has no graph."""
-        graph = self._graphs.get(shape)
-        if graph is None:
-            self._run_step(shape)
-        else:
-            graph.replay()

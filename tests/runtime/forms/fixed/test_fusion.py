@@ -24,12 +24,13 @@ from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import native_backend, packing
 from batch_manager.runtime.device.running import Uploads
-from batch_manager.runtime.forms.comparison import first_step
-from batch_manager.runtime.forms.fixed import making as step_fusion
-from batch_manager.runtime.forms.fixed.fused import FusedStep
+from batch_manager.runtime.forms import comparison
+from batch_manager.runtime.forms.comparison import Tolerance, difference_from_layers, first_step
+from batch_manager.runtime.forms.fixed.fused import FusedBody
 from batch_manager.runtime.forms.fixed.fusion import FusedProduct, fuse
-from batch_manager.runtime.forms.fixed.making import WrongStepError, compared_tokens, make_fused_step, record_step
+from batch_manager.runtime.forms.fixed.making import compared_tokens, make_fused_body, record_launches
 from batch_manager.runtime.forms.fixed.recording import Activation, LaunchRecording, Norm, Product, Sum
+from batch_manager.runtime.forms.form import NoForm
 from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.triton_kernels import dispatch
@@ -162,7 +163,7 @@ def test_what_shares_a_launch_gives_what_separate_launches_give(operate, expecte
     for pays in (True, False):
         monkeypatch.setattr("batch_manager.runtime.forms.fixed.fused.is_fused", lambda *sizes, pays=pays: pays)
         hidden = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
-        step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
+        step = FusedBody(recording, CPU, LIMITS, gives_logits=False)
         results.append(step.run(hidden, torch.tensor([4, 0, 2]), None))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
@@ -175,8 +176,8 @@ LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_head
 def test_up_to_how_many_rows_a_layer_of_a_small_llama_takes_five_launches(monkeypatch, dtype, most_rows):
     monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **LLAMA_135M})
     loaded = load("llama", monkeypatch, dtype)
-    recording, gives_logits = record_step(loaded, loaded.spec)
-    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
+    recording, gives_logits = record_launches(loaded, loaded.spec)
+    fused = FusedBody(recording, CPU, LIMITS, gives_logits=gives_logits)
     assert fused.most_rows == most_rows
     for rows in (1, 16, most_rows):
         assert kinds(fused._steps(rows))[:-1] == 2 * LLAMA_LAYER
@@ -244,18 +245,27 @@ MODELS = {"llama": 2 * LLAMA_LAYER + ["nP"], "mistral": 2 * LLAMA_LAYER + ["nP"]
           "stablelm": 2 * LLAMA_LAYER + ["nP"], "gemma2": 2 * GEMMA2_LAYER + ["norm"]}
 
 
+def parts_of(loaded):
+    return SimpleNamespace(attention=attention_of(loaded), uploads=Uploads(CPU), tokens_per_block=BLOCK_TOKENS)
+
+
+def difference(fused, loaded, attention, step):
+    return difference_from_layers(loaded, attention, Uploads(CPU).send, step, fused.run,
+                                  gives_logits=fused.gives_logits)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("family", MODELS)
 def test_models_in_fewer_launches_give_their_own_logits(family, monkeypatch):
     loaded = load(family, monkeypatch)
-    recording, gives_logits = record_step(loaded, loaded.spec)
+    recording, gives_logits = record_launches(loaded, loaded.spec)
     assert gives_logits == (family != "gemma2")                     # gemma2 caps its logits
     assert kinds(fuse(recording, lambda *sizes: True)) == MODELS[family]
-    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
-    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
+    fused = FusedBody(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(comparison.TOLERANCES, torch.float32, Tolerance(1e-5, 0))
     for count in (1, 3, 16, 100):
         step = first_step(count, loaded.spec.vocab_size, BLOCK_TOKENS)
-        step_fusion._compare(fused, loaded, attention_of(loaded), Uploads(CPU), step)
+        assert difference(fused, loaded, attention_of(loaded), step) == ""
 
 
 class NormsHeads:
@@ -279,12 +289,12 @@ class NormsHeads:
 def test_norms_of_heads_are_part_of_an_attention_that_applies_them(family, launches, monkeypatch):
     loaded = load(family, monkeypatch)
     attention = NormsHeads(attention_of(loaded))
-    recording, gives_logits = record_step(loaded, loaded.spec, norms_heads=True)
+    recording, gives_logits = record_launches(loaded, loaded.spec, norms_heads=True)
     assert kinds(fuse(recording, lambda *sizes: True))[: 2 * len(launches)] == 2 * launches
     step = first_step(3, loaded.spec.vocab_size, BLOCK_TOKENS)
-    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
-    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
-    step_fusion._compare(fused, loaded, attention, Uploads(CPU), step)
+    fused = FusedBody(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(comparison.TOLERANCES, torch.float32, Tolerance(1e-5, 0))
+    assert difference(fused, loaded, attention, step) == ""
     # The model itself gives what it gives if the layers launch the norms.
     hidden, positions = loaded.model.embed(torch.arange(3)), torch.arange(3)
     found = []
@@ -305,7 +315,7 @@ def test_a_step_of_qwen3_has_two_launches_a_layer_fewer_with_norms_in_attention(
     loaded = load("qwen3", monkeypatch, torch.bfloat16)
     counts = []
     for norms_heads in (False, True):
-        fused = FusedStep(record_step(loaded, loaded.spec, norms_heads)[0], CPU, LIMITS, gives_logits=True)
+        fused = FusedBody(record_launches(loaded, loaded.spec, norms_heads)[0], CPU, LIMITS, gives_logits=True)
         launches = kinds(fused._steps(rows))
         counts.append(launches.index("attend", launches.index("attend") + 1) - launches.index("attend"))
     print(f"launches of the 28 layers of Qwen3-0.6B, {rows} rows: {28 * counts[0]} before, {28 * counts[1]} now")
@@ -325,26 +335,26 @@ class WithSinkLogits:
 @torch.inference_mode()
 def test_slopes_are_the_attentions_and_sink_logits_reach_it(monkeypatch):
     loaded = load("llama", monkeypatch)
-    expected = record_step(loaded, loaded.spec)[0]
+    expected = record_launches(loaded, loaded.spec)[0]
     layers = tuple(dataclasses.replace(layer, alibi_slopes=(0.5, 0.2, 0.1, 0.0, 0.3, 1.0), has_sink_logits=True)
                    for layer in loaded.spec.attention)
     spec, forward = dataclasses.replace(loaded.spec, attention=layers), type(loaded.model).forward
     monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
         self, hidden, positions, WithSinkLogits(attention)))
-    recording, gives_logits = record_step(loaded, spec)
+    recording, gives_logits = record_launches(loaded, spec)
     assert kinds(recording.operations) == kinds(expected.operations)
-    fused = FusedStep(recording, CPU, LIMITS, gives_logits=gives_logits)
-    monkeypatch.setitem(step_fusion.TOLERANCES, torch.float32, 1e-5)
-    step_fusion._compare(fused, loaded, make_attention(spec, pool_of(loaded)), Uploads(CPU),
-                         first_step(3, spec.vocab_size, BLOCK_TOKENS))
+    fused = FusedBody(recording, CPU, LIMITS, gives_logits=gives_logits)
+    monkeypatch.setitem(comparison.TOLERANCES, torch.float32, Tolerance(1e-5, 0))
+    attention = make_attention(spec, pool_of(loaded))
+    assert difference(fused, loaded, attention, first_step(3, spec.vocab_size, BLOCK_TOKENS)) == ""
 
 
 @torch.inference_mode()
 def test_in_bfloat16_the_two_agree_to_within_rounding(monkeypatch):
     loaded = load("llama", monkeypatch, torch.bfloat16)
-    monkeypatch.setitem(step_fusion.TOLERANCES, torch.bfloat16, 0.02)
+    monkeypatch.setitem(comparison.TOLERANCES, torch.bfloat16, Tolerance(0.02, 0))
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    assert make_fused_step(loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256).gives_logits
+    assert make_fused_body(parts_of(loaded), loaded, loaded.spec, 256).gives_logits
 
 
 @torch.inference_mode()
@@ -352,13 +362,13 @@ def test_a_tile_of_rows_in_the_place_of_another_is_refused(monkeypatch):
     monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **LLAMA_135M})
     loaded = load("llama", monkeypatch, torch.bfloat16)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256)
-    assert make_fused_step(*made).most_rows == 256
+    made = (parts_of(loaded), loaded, loaded.spec, 256)
+    assert make_fused_body(*made).most_rows == 256
     linear = dispatch.kernel("fused_linear", CPU)
     monkeypatch.setattr(dispatch, "kernel", lambda name, device: lambda x, weight, residual=None, **options: linear(
         x[torch.arange(len(x)) % 64], weight, residual=residual, **options))
-    with pytest.raises(WrongStepError, match="a first step of 128 tokens differ from the model's own results by"):
-        make_fused_step(*made)
+    with pytest.raises(NoForm, match="differs from the layers: by .* in a first step of 128 tokens"):
+        make_fused_body(*made)
 
 
 @torch.inference_mode()
@@ -372,18 +382,18 @@ def test_a_recording_that_gives_something_else_is_refused(monkeypatch):
         return forward(self, hidden, positions, attention)
 
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    made = (loaded, loaded.spec, attention_of(loaded), Uploads(CPU), BLOCK_TOKENS, 256)
-    assert isinstance(make_fused_step(*made), FusedStep)
+    made = (parts_of(loaded), loaded, loaded.spec, 256)
+    assert isinstance(make_fused_body(*made), FusedBody)
     monkeypatch.setattr(type(loaded.model.layers[0].mlp), "add_to", lambda self, residual, x: residual)
     monkeypatch.setattr(type(loaded.model), "forward", with_more_for_tensors)
-    with pytest.raises(WrongStepError, match="a first step of 1 token differ from the model's own results by"):
-        make_fused_step(*made)
+    with pytest.raises(NoForm, match="differs from the layers: by .* in a first step of 1 token"):
+        make_fused_body(*made)
 
 
 def test_registers_are_given_back_behind_their_last_use(monkeypatch):
     monkeypatch.setattr("batch_manager.runtime.forms.fixed.fused.is_fused", lambda *sizes: False)
     recording, held = recorded(norm_at_the_end), []
-    step = FusedStep(recording, CPU, LIMITS, gives_logits=False)
+    step = FusedBody(recording, CPU, LIMITS, gives_logits=False)
     launches = step._prepare(3)
     given_back = [register for _, read_last in launches for register in read_last]
     assert sorted([*given_back, recording.result]) == list(range(len(recording.widths)))
@@ -416,19 +426,19 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level,
         layout=packing.packed, num_slots=2)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
     monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
-    assert backend._runner.fused is None
-    backend._plain_steps = object()
-    runner, pool = backend._runner, pool_of(loaded)
-    runner.attention, backend._pool = make_attention(loaded.spec, pool), pool
+    pool, made = pool_of(loaded), []
+    backend._forms, backend._make_forms = (None,), lambda model, fused: made.append(fused)
+    backend._parts, backend._pool = SimpleNamespace(attention=make_attention(loaded.spec, pool), uploads=Uploads(CPU),
+                                                    tokens_per_block=BLOCK_TOKENS), pool
     forward = type(loaded.model).forward
     backend.fuse_steps(loaded, loaded.spec, 2)
-    assert isinstance(runner.fused, FusedStep) and not np.any(pool.numpy())
-    runner.fused = None
+    assert isinstance(made.pop(), FusedBody) and not np.any(pool.numpy())
+    backend._forms = (None,)
     monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
         self, change(hidden), positions, attention))
     with caplog.at_level(logging.INFO, "batch_manager"):
         backend.fuse_steps(loaded, loaded.spec, 2)
-    assert runner.fused is None and "steps of Llama are not fused" in caplog.text
+    assert made == [] and "steps of Llama are not fused" in caplog.text
     assert caplog.records[-1].levelno == level
 
 
@@ -445,12 +455,12 @@ def test_fusion_that_does_not_fit_is_left_out(monkeypatch, caplog, error, is_sur
 
     device = torch.device("cpu")
     backend = SimpleNamespace(
-        _plain_steps=object(), _device=device, _stream=None, _uploads=None, _pool=torch.ones(2, 1, 2, 1, 8, 4),
-        _runner=SimpleNamespace(attention=None, fused=None), info=SimpleNamespace(tokens_per_block=8))
+        _forms=(None,), _device=device, _stream=None, _parts=None, _pool=torch.ones(2, 1, 2, 1, 8, 4),
+        _make_forms=None)
     monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
-    monkeypatch.setattr(native_backend, "make_fused_step", fails)
+    monkeypatch.setattr(native_backend, "make_fused_body", fails)
     loaded = SimpleNamespace(model=object(), spec=None)
     with contextlib.nullcontext() if is_survived else pytest.raises(RuntimeError, match="illegal"):
         native_backend.NativeBackend.fuse_steps(backend, loaded, None, 2)
     assert not is_survived or "steps of object are not fused: " in caplog.text
-    assert backend._runner.fused is None and not backend._pool[0].any()
+    assert backend._forms == (None,) and not backend._pool[0].any()

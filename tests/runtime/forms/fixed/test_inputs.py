@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -50,8 +51,9 @@ class Attention:
 
 def make(largest=LARGEST, tables=None):
     tables = tables or BlockTables(SLOTS, BLOCKS, copied=(SLOTS, BLOCKS))
-    return FixedInputs(largest, Attention(), tables, Uploads(CPU), CPU, num_slots=SLOTS,
-                       tokens_per_block=SIZE)
+    parts = SimpleNamespace(attention=Attention(), tables=tables, uploads=Uploads(CPU), device=CPU, num_slots=SLOTS,
+                            tokens_per_block=SIZE, slots=SimpleNamespace(num_taken=0))
+    return FixedInputs(parts, largest)
 
 
 def random_batch(draw, has_contexts):

@@ -1,4 +1,6 @@
 import logging
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -7,12 +9,13 @@ from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import packing
 from batch_manager.runtime.forms.fixed.shapes import Shape
+from batch_manager.runtime.forms.form import CONTEXTS, NoForm
 from batch_manager.runtime.forms.graph import form as graphs
-from batch_manager.runtime.forms.graph.form import Graphs, obstacle_to_graphs
+from batch_manager.runtime.forms.graph.form import capture, obstacle_to_graphs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SHAPES = [Shape(rows, is_split, False) for rows in (1, 2, 8) for is_split in (False, True)]
-SHAPES.append(Shape(4, True, True, 64, 32))
+SHAPES = [Shape(rows, is_split, samples) for rows in (1, 2, 4) for samples in (False, True)
+          for is_split in (False, True)] + [Shape(8, is_split, True, 64, 32) for is_split in (False, True)]
 
 
 class Graph:
@@ -21,8 +24,11 @@ class Graph:
     fails_at   shape whose capture raises; None: all captures succeed
     """
 
+    made, fails_at = [], None
+
     def __init__(self, device, memory_of=None):
         self.memory_of = memory_of
+        Graph.made.append(self)
 
     def capture(self, function):
         if self.fails_at is not None and function.args[0] == self.fails_at:
@@ -34,59 +40,51 @@ class Graph:
         self.function()
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """made(fails_at=None) captures graphs of all SHAPES. It returns (why there are none, or "", the Graphs).
-
-    `events` then lists the shapes that were prepared and the shapes that were run, in order.
-    """
-    def make(fails_at=None):
-        events.clear()
-        monkeypatch.setattr(Graph, "fails_at", fails_at, raising=False)
-        monkeypatch.setattr(graphs, "CapturedGraph", Graph)
-        made = Graphs(CPU, lambda shape: events.append(shape))
-        return made.capture(SHAPES, lambda shape: events.append(("prepared", shape))), made
-    return make
-
-
 events = []
 
 
-def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(made, caplog):
+def captured(fails_at=None):
+    """Capture graphs of all SHAPES. Return the form.
+
+    `events` then lists the shapes that were prepared and the shapes that were launched, in order.
+    """
+    events.clear()
+    Graph.made.clear()
+    parts = SimpleNamespace(device=CPU, num_slots=3, attention=SimpleNamespace(dispatch="triton"))
+    inputs = SimpleNamespace(may_split=lambda rows, tokens: True, send=lambda shape: None,
+                             write_padding=lambda shape: events.append(("prepared", shape)))
+    launches = SimpleNamespace(launch=lambda shape: events.append(shape))
+    with mock.patch.object(Graph, "fails_at", fails_at):
+        return capture(parts, inputs, launches, {(8, 64)}, Graph)
+
+
+def test_shapes_are_captured_largest_first_after_a_run_in_memory_of_the_first(caplog):
     caplog.set_level(logging.INFO, "batch_manager")
-    obstacle, captured = made()
-    in_order = [SHAPES[-1], *sorted(SHAPES[:-1], reverse=True)]                 # 68 rows, 8, ...
-    assert obstacle == "" and events == [
-        event for shape in in_order for event in (("prepared", shape), shape, "replayed", shape)]
-    first, *others = (captured._graphs[shape] for shape in in_order)
+    form = captured()
+    in_order = sorted(SHAPES, key=lambda shape: (shape.num_tokens, shape), reverse=True)
+    assert in_order[0] == Shape(8, True, True, 64, 32) and len(in_order) == 14
+    assert events == [event for shape in in_order for event in (("prepared", shape), shape, "replayed", shape)]
+    first, *others = Graph.made
     assert first.memory_of is None and all(graph.memory_of is first for graph in others)
-    assert "captured 7 graphs of steps of up to 8 generating sequences and 64 context tokens in " in caplog.text
+    assert "captured 14 graphs of steps of up to 8 generating sequences and 64 context tokens in " in caplog.text
     assert " 0 bytes" in caplog.text
+    assert form.figures() == {"Captured Graphs": 14} and form.serves & CONTEXTS
     events.clear()
-    captured.run(Shape(2, True, False))
-    captured.run(Shape(9, False, False))                             # no graph is large enough
-    assert events == ["replayed", Shape(2, True, False), Shape(9, False, False)]
+    form._replays[Shape(2, True, False)]()
+    assert events == ["replayed", Shape(2, True, False)]
+    events.clear()
+    form.with_launches(events.append)._replays[Shape(2, True, False)]()
+    assert events == [Shape(2, True, False)]
+    form.close()
+    assert form.figures() == {"Captured Graphs": 0}
 
 
-def test_the_backend_reports_the_number_of_its_graphs(made):
-    from types import SimpleNamespace
-
-    from batch_manager.runtime.native_backend import NativeBackend
-
-    _, captured = made()
-    for found, expected in ((captured, {"Captured Graphs": len(SHAPES)}), (None, {})):
-        backend = SimpleNamespace(_plain_steps=SimpleNamespace(graphs=found), _device=GPU, _runner=object())
-        assert NativeBackend.figures(backend) == expected
-
-
-def test_a_capture_that_fails_leaves_no_graph_and_says_why(made):
-    obstacle, captured = made(fails_at=Shape(2, False, False))
-    assert obstacle == (
+def test_a_capture_that_fails_leaves_no_form_and_says_why():
+    with pytest.raises(NoForm) as raised:
+        captured(fails_at=Shape(2, False, False))
+    assert str(raised.value) == (
         "capturing Shape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0) raised RuntimeError: "
-        "operation not permitted when stream is capturing")
-    events.clear()
-    captured.run(Shape(8, False, False))
-    assert events == [Shape(8, False, False)]
+        "operation not permitted when stream is capturing") and raised.value.is_wrong
 
 
 @pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [

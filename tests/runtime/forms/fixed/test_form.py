@@ -1,6 +1,6 @@
-"""`PlainStep.finish` makes the right StepOutput of the numbers that a plain step wrote.
+"""The result of a step at fixed addresses: the right StepOutput of the numbers that the step wrote.
 
-test_recorded_steps.py tests how a plain step computes these numbers.
+test_recorded_steps.py tests how a step computes these numbers.
 """
 
 from types import SimpleNamespace
@@ -8,29 +8,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batch_manager.decoding.slots import LOG_PROBS
 from batch_manager.handover import ContextWork, GenerationWork, ScheduledBatch
 from batch_manager.names import ErrorCode
+from batch_manager.runtime.forms.fixed.form import FixedResult
 from batch_manager.runtime.forms.fixed.shapes import Shape
-from batch_manager.runtime.plain_steps import PlainStep
 
 SHAPE = Shape(4, True, True, context_tokens=16, contexts=5)
 
 
-def finished(batch, shape, results, sums=(), asking=()):
-    """Return the StepOutput of a plain step that wrote these results and sums.
+def finished(batch, shape, results, sums=(), asking=None):
+    """Return the StepOutput of a step that wrote these results and sums.
 
     results   [4, sampled rows] int32: tokens, finish, finite flags, bits of the log-probs
     sums      sum of the hidden state of each context token; one that is not finite fails its sequence
-    asking    slots that request log-probs
+    asking    slots that request log-probs; None: no slot does
     """
     memory = np.concatenate([np.asarray(results, np.int32).ravel(), np.asarray(sums, np.float32).view(np.int32)])
-
-    def active(feature, slots):
-        assert feature == LOG_PROBS
-        return np.isin(slots, asking)
-
-    return PlainStep(batch, shape, active, SimpleNamespace(wait=lambda: {"results": memory})).finish()
+    asks = None if asking is None else np.isin(batch.yielding, asking)
+    return FixedResult(batch, shape, asks, SimpleNamespace(wait=lambda: {"results": memory})).finish()
 
 
 def results_of(num_sampled):
