@@ -138,7 +138,9 @@ def run_block(block: int, only: int | None = None) -> Outcome:
     world.client.handed_over = companions(engine)
     world.loop.step(accept_new=True)
     built = [(drawn, verdict) for drawn, verdict in zip(draws, verdicts) if _was_built(drawn, verdict, outcome)]
-    world.client.handed_over = _watched(built, engine, outcome)
+    world.client.handed_over = [drawn.item for drawn, _ in built]
+    watch, read_next = _watch(built, engine, outcome), world.loop.callbacks.fetched.read_next
+    world.loop.callbacks.fetched.read_next = lambda: (next(watch, None), read_next())[1]
     try:
         world.loop.step(accept_new=True)
         thread = threading.Thread(target=lambda: [drawn.rewrite() for drawn, _ in built if drawn.is_rewritten])
@@ -172,8 +174,8 @@ def _was_built(drawn: Draw, verdict: Verdict, outcome: Outcome) -> bool:
     return drawn.item is not None or drawn.kind is NOBODY
 
 
-def _watched(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome) -> Iterator[Any]:
-    """Yield the items to the engine. Record in `outcome` how much time and memory the engine takes to read each."""
+def _watch(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome) -> Iterator[None]:
+    """Record in `outcome` how much time and memory the engine takes for each item, from one `next` to the one after."""
     if engine.measures_memory:
         tracemalloc.start()
     try:
@@ -182,7 +184,7 @@ def _watched(built: list[tuple[Draw, Verdict]], engine: Engine, outcome: Outcome
                 tracemalloc.reset_peak()
                 before = tracemalloc.get_traced_memory()[0]
             started = time.thread_time()
-            yield drawn.item
+            yield
             seconds = time.thread_time() - started
             outcome.slowest = max(outcome.slowest, seconds)
             if seconds > SECONDS_FOR_ONE and not engine.measures_memory:
