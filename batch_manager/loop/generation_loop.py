@@ -82,8 +82,7 @@ class GenerationLoop:
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
             owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources),
-            other_settings={"static_batching": scheme.is_static,
-                            "enable_block_reuse": kv_cache_manager.enable_block_reuse,
+            other_settings={"enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
         self.finals.end_reasons = {} if self.reporter.wants_trace else None

@@ -35,7 +35,7 @@ class Reporter:
                  other_settings: Mapping[str, int | str]) -> None:
         """
         owners           give their statistics to each record, before those of the backend
-        other_settings   name -> value of the settings that a trace has beside the limits
+        other_settings   name -> value of the settings that a trace has beside the limits and the scheme
         """
         self._callbacks = callbacks
         self._backend = backend
@@ -43,7 +43,7 @@ class Reporter:
         self._scheme = scheme
         self._figures = [owner.figures for owner in owners]
         self._max_requests = limits.max_num_sequences
-        self._settings = settings_of(limits) | dict(other_settings)    # empty once they are in a trace
+        self._settings = {**settings_of(limits), "static_batching": scheme.is_static, **other_settings}
         self._trace = trace
         self._last_started_at = -inf
         self.wants_trace = trace is not None
@@ -63,7 +63,7 @@ class Reporter:
             self._last_started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
             kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons, record.arrived_at_s,
             record.finished_at_s, record.room, self._settings)
-        self._settings = {}
+        self._settings = {}    # the first trace has them
         hook = self._trace
         assert hook is not None
         with self._in_trace:

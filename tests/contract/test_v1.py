@@ -11,6 +11,7 @@ In the pictures, a line is an iteration and a column is a request:
 import json
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -337,6 +338,32 @@ def test_stopping_the_last_one_that_runs_ends_the_batch_in_that_iteration(static
         FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.LENGTH]
     assert_right(world, prompts, [1, 3, 2, 1])
     assert len(world.loop.active) == 0 and world.loop.kv.used_blocks == 0
+
+
+def test_finals_of_a_batch_come_in_the_order_of_its_members(static_world, submit):
+    world = static_world()
+    submit(world, [(3, 3), (3, 3), (3, 1)])
+    world.run()
+    assert [event for event in world.client.events if event.startswith("send")] == ["send 0", "send 1", "send 2"]
+
+
+@pytest.mark.parametrize("running", [0, 1, 2])
+@pytest.mark.parametrize("breaks_a_rule", [False, True])
+def test_members_that_end_together_with_the_last_one_that_runs_get_one_final_each(
+        static_world, submit, running, breaks_a_rule):
+    world = static_world()
+    submit(world, [(3, 9 if i == running else 2) for i in range(3)])
+    world.step(3)
+    if breaks_a_rule:
+        world.loop.scheduler = SimpleNamespace(schedule_request=lambda active, in_flight: None)
+    else:
+        world.client.stops = {0, 1, 2}
+    world.step()
+    assert [[final.final for final in world.client.responses[i]] for i in range(3)] == [[True]] * 3
+    assert [world.client.final(i).finish_reason for i in range(3) if i != running] == [FinishReason.LENGTH] * 2
+    last = world.client.final(running)
+    assert last.code == "ENGINE_FAILED" if breaks_a_rule else last.finish_reason == FinishReason.CANCELLED
+    assert not world.loop.active and not world.loop.finals._held
 
 
 def test_a_stop_of_a_member_that_is_done_sends_its_natural_end_at_once(static_world, submit):
