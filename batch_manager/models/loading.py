@@ -100,6 +100,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise ConfigError(f"stage {stage.index} of {stage.count} is wanted, and the model class is "
                           f"{model_class.__name__}, which has no stages", "expected a class with has_stages = True",
                           "load the whole model")
+    # `local.num_weights` is an upper bound: it has the tables of tokens and positions, also on stages without them.
     local = spec if stage == WHOLE else stage.part_of(spec, model_class.per_layer)
 
     def make(weights: Weights) -> Model:
