@@ -20,7 +20,7 @@ class StatisticsOwner(Protocol):
     """An object that counts something for the statistics."""
 
     def figures(self) -> Mapping[str, int]:
-        """Return its statistics for the next record: key -> value. STATISTICS has a row for each key."""
+        """Return its statistics for the next record: key -> value. Only keys of a Resource are not in STATISTICS."""
         ...
 
 
