@@ -77,7 +77,6 @@ class Bloom(Decoder):
     names = Names("transformer.word_embeddings", "transformer.h", "transformer.ln_f")
     last_norm = LayerNorm
     harmless_tensors = ()
-    understands = ("alibi", "apply_residual_connection_post_layernorm")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> BloomSpec:

@@ -32,7 +32,8 @@ def refuse_wrong_class(model_class: object) -> None:
         if not callable(getattr(model_class, member)):
             raise ConfigError(f"{name}.{member} is {shown(getattr(model_class, member))}", "expected a method", "")
     _refuse_read_spec(model_class)
-    _refuse_no_strings(name, "understands", getattr(model_class, "understands", ()), "field names")
+    for member in ("understands", "ignores"):
+        _refuse_no_strings(name, member, getattr(model_class, member, ()), "field names")
     _refuse_no_strings(name, "harmless_tensors", model_class.harmless_tensors, "patterns of tensor names")
     for pattern in model_class.harmless_tensors:
         try:

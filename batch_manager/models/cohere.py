@@ -69,7 +69,6 @@ class Cohere(Decoder):
 
     layer = _Layer
     last_norm = staticmethod(partial(LayerNorm, bias=False))
-    understands = ("logit_scale",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> CohereSpec:

@@ -62,7 +62,6 @@ class Cohere2(Decoder):
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
     last_norm = staticmethod(partial(LayerNorm, bias=False))
-    understands = ("logit_scale", "sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Cohere2Spec:

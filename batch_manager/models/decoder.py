@@ -80,7 +80,6 @@ class Decoder:
     """
 
     deterministic, has_stages = True, True
-    understands: tuple[str, ...] = ()
     harmless_tensors: tuple[str, ...] = ROTARY_BUFFERS
     per_layer: tuple[str, ...] = ("attention",)
     names = Names()

@@ -86,7 +86,7 @@ class Falcon(Decoder):
     last_norm = LayerNorm
     harmless_tensors = (r"(transformer\.)?h\.\d+\.self_attention\.(maybe_rotary|rotary|rotary_emb)\.inv_freq",
                         r"(transformer\.)?rotary_emb\.inv_freq")
-    understands = ("alibi", "parallel_attn", "multi_query", "new_decoder_architecture")
+    understands = ("multi_query",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> FalconSpec:
@@ -106,7 +106,7 @@ class Falcon(Decoder):
                    "num_key_value_heads": _read_kv_heads(config, num_heads),
                    "intermediate_size": config.count("ffn_hidden_size", 4 * hidden_size, maximum=MAX_WIDTH)}
         spec = read_decoder_spec(
-            Fields(renamed, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            config.replaced(renamed), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
             mlp_bias=bias, gated_mlp=False, tie_word_embeddings=True, activation="activation",
             default_activation="gelu", norm_epsilon="layer_norm_epsilon", default_norm_epsilon=1e-5,
             default_theta=10000.0, max_positions=2048, spec_class=FalconSpec, is_parallel=is_parallel,

@@ -63,8 +63,6 @@ class Gemma2(Decoder):
 
     layer = _Layer
     last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
-    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-                   "final_logit_softcapping")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma2Spec:

@@ -70,7 +70,7 @@ class Gemma3(Decoder):
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
     last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
-    understands = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
+    understands = ("rope_local_base_freq",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma3Spec:
@@ -102,4 +102,4 @@ class Gemma3(Decoder):
 
 def _for_sliding_layers(config: Fields) -> Fields:
     """Return the configuration of sliding layers, in which `rope_theta` has the value of `rope_local_base_freq`."""
-    return Fields({**config.values, "rope_theta": config.values.get("rope_local_base_freq")}, config.where)
+    return config.replaced({**config.values, "rope_theta": config.values.get("rope_local_base_freq")})

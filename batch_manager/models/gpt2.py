@@ -60,8 +60,6 @@ class Gpt2(Decoder):
     names = Names("transformer.wte", "transformer.h", "transformer.ln_f")
     last_norm = LayerNorm
     harmless_tensors = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-    understands = ("sliding_window", "use_sliding_window", "layer_types", "scale_attn_weights",
-                   "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

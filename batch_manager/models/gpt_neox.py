@@ -63,7 +63,6 @@ class GptNeoX(Decoder):
     names = Names("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out")
     last_norm = LayerNorm
     harmless_tensors = (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",)
-    understands = ("rotary_pct", "use_parallel_residual", "partial_rotary_factor")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> GptNeoXSpec:
@@ -75,7 +74,7 @@ class GptNeoX(Decoder):
         if "head_dim" in config:
             raise config.fault("head_dim", "no value, because heads have hidden_size / num_attention_heads entries")
         return read_decoder_spec(
-            Fields(kept, config.where), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            config.replaced(kept), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
             mlp_bias=True, gated_mlp=False, default_activation="gelu", norm_epsilon="layer_norm_eps",
             default_norm_epsilon=1e-5, default_theta=config.number("rotary_emb_base", 10000.0),
             partial_rotary_factor=config.number("rotary_pct", 0.25), max_positions=2048, spec_class=GptNeoXSpec,

@@ -66,7 +66,6 @@ class Granite(Decoder):
     """Implements GraniteForCausalLM of transformers."""
 
     layer = _Layer
-    understands = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> GraniteSpec:

@@ -44,7 +44,6 @@ class Llama(Decoder):
     """Implements LlamaForCausalLM of transformers."""
 
     layer = _Layer
-    understands = ("sliding_window", "use_sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

@@ -19,7 +19,7 @@ from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .registry import Model, causal_class_of, find_model, is_shipped, known_architectures, model_type_of
 from .spec import ModelSpec
-from .spec_reading import check_spec, refuse_unread_aliases, refuse_unsupported_fields
+from .spec_reading import check_spec, refuse_code, refuse_unread_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +210,13 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
     if expected is not None and config.text("model_type", expected) != expected:
         raise config.fault("model_type", f"{expected!r}, because architectures is {shown([name])}",
                            "correct whichever of the two is wrong")
-    understood = getattr(model_class, "understands", ())
     shipped = is_shipped(name, model_class)
-    refuse_unsupported_fields(config, understood, is_shipped=shipped)
+    refuse_code(config, is_shipped=shipped)
     spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
-    if not shipped:
-        refuse_unread_aliases(config, understood)
     check_spec(config, spec, model_class.__name__, is_shipped=shipped)
+    named = {*getattr(model_class, "understands", ()), *getattr(model_class, "ignores", ())}
+    refuse_unread_fields(config, named, is_shipped=shipped)
     return model_class, spec
 
 

@@ -43,7 +43,6 @@ class Mistral(Decoder):
     """Implements MistralForCausalLM of transformers."""
 
     layer = _Layer
-    understands = ("sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

@@ -60,7 +60,6 @@ class Olmo3(Decoder):
 
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
-    understands = ("sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Olmo3Spec:
@@ -68,7 +67,7 @@ class Olmo3(Decoder):
         bias, (full, sliding) = config.flag("attention_bias", False), rope_fields_by_kind(config)
         max_positions = config.count("max_position_embeddings", 2048)
         # As in transformers, a top-level `rope_theta` applies to full layers only.
-        others = Fields({name: value for name, value in config.values.items() if name != "rope_theta"}, config.where)
+        others = config.replaced({name: value for name, value in config.values.items() if name != "rope_theta"})
         return read_decoder_spec(
             config, architecture, windows=windows, qkv_bias=bias, out_bias=bias,
             qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=500_000.0, rope=full,

@@ -93,7 +93,7 @@ class Opt(Decoder):
     layer = _Layer
     names = Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm")
     harmless_tensors = ()
-    understands = ("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine")
+    understands = ("_remove_final_layer_norm",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> OptSpec:

@@ -52,7 +52,6 @@ class Phi(Decoder):
     layer = _Layer
     names = Names(norm="model.final_layernorm")
     last_norm = LayerNorm
-    understands = ("partial_rotary_factor",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

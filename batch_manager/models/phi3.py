@@ -43,7 +43,7 @@ class Phi3(Decoder):
     """Implements Phi3ForCausalLM of transformers."""
 
     layer = _Layer
-    understands = ("sliding_window", "layer_types", "partial_rotary_factor")
+    understands = ("original_max_position_embeddings",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
@@ -69,4 +69,4 @@ def _with_longrope(config: Fields) -> Fields:
             values[name].pop("type", None)
     if "original_max_position_embeddings" not in config:
         values["original_max_position_embeddings"] = 4096
-    return Fields(values, config.where)
+    return config.replaced(values)

@@ -43,7 +43,7 @@ class Qwen2(Decoder):
     """Implements Qwen2ForCausalLM of transformers."""
 
     layer = _Layer
-    understands = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    understands = ("sliding_window", "max_window_layers")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

@@ -20,10 +20,11 @@ class Model(Protocol):
     harmless_tensors   regular expressions for tensors that a checkpoint may contain but the model does not need, such
                        as "model.rotary.inv_freq"; an expression matches the whole name. A checkpoint with any other
                        tensor that `__init__` does not request is refused, with an error that names the tensor
-    understands        optional. Fields of config.json that change what a model computes and that `read_spec` reads,
-                       such as "sliding_window". The tables in spec_reading.py list all fields that can change what a
-                       model computes. A checkpoint is refused if one of its listed fields is not in `understands`
-                       and has a value that changes the computation
+    understands        optional. Fields of config.json that `read_spec` reads without a method of `config`, or not
+                       in every file
+    ignores            optional. Fields of config.json that change nothing about what this model computes. A checkpoint
+                       is refused by name of the field if it has a field that `read_spec` does not read and that is in
+                       neither list. Fields of no model's computation, such as "initializer_range", need no entry
     prompt_tuning_scale   optional; absent means 1. Factor by which the engine multiplies the embeddings of a
                        prompt-tuning table before they replace rows of the result of `embed`
     deterministic      optional; absent means False. True if the class computes only with layers of
@@ -35,6 +36,7 @@ class Model(Protocol):
 
     harmless_tensors: tuple[str, ...]
     understands: tuple[str, ...]
+    ignores: tuple[str, ...]
     deterministic: bool
 
     @staticmethod

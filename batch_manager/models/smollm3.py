@@ -58,7 +58,6 @@ class SmolLm3(Decoder):
 
     layer = _Layer
     per_layer = (*Decoder.per_layer, "rotates")
-    understands = ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> SmolLm3Spec:

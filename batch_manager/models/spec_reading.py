@@ -6,7 +6,7 @@ from typing import Any
 
 from ..attention.interface import LayerAttention
 from ..contained_log import log
-from ..errors import ConfigError, ModelLoadError, counted
+from ..errors import ConfigError, ModelLoadError, counted, printable
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields, shown
@@ -17,8 +17,8 @@ MAX_WEIGHTS = 2**44                                  # elements of all layers to
 MAX_ROTARY_ENTRIES = 2**27                           # 512 MiB of cosines and sines, which config.json alone can request
 
 # Field that changes what a model computes -> values that change nothing. Any other value is refused by name, unless the
-# model class lists the field in `understands`. Fields that imply additional tensors, such as those of experts, need no
-# entry, because tensors that the model class does not request are refused.
+# model class reads the field. Fields that imply additional tensors, such as those of experts, need no entry, because
+# tensors that the model class does not request are refused.
 _NEUTRAL = {
     "quantization_config": (), "compression_config": (),
     "partial_rotary_factor": (1, 1.0), "rotary_pct": (1, 1.0), "rope_interleaved": (False,), "use_mrope": (False,),
@@ -31,75 +31,25 @@ _NEUTRAL = {
     "use_bidirectional_attention": (False,),
 }
 
-# More such fields, for registered classes only. For a shipped family it is known which fields transformers ignores.
-_NEUTRAL_IF_REGISTERED = {
-    # windows
-    **dict.fromkeys(("use_sliding_window", "window_attention"), (False,)),
-    **dict.fromkeys(("sliding_window_size", "interleaved_sliding_window", "window_size", "attention_window",
-                     "attention_window_size", "local_attention", "local_window", "local_attention_window_len",
-                     "attention_chunk_size", "attention_types"), ()),
-    # kinds of layers
-    **dict.fromkeys(("attn_layer_indices", "layer_group_size", "num_attention_heads_per_layer", "attn_config",
-                     "ffn_config"), ()),
-    **dict.fromkeys(("num_loops", "layer_repeat"), (1,)),
-    **dict.fromkeys(("reverse_layers", "tie_layers", "attention_k_eq_v"), (False,)),
-    "num_kv_shared_layers": (0,), "mlp_only_layers": ([],), "text_config": ({},),
-    # norms and residuals
-    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_layernorm", "norm_after", "sub_layernorm",
-                     "use_post_norm", "use_sandwich_norm", "parallel_residual", "normalize_embedding",
-                     "normalize_embeddings", "layernorm_embedding", "apply_residual_connection_post_layernorm",
-                     "_remove_final_layer_norm", "rescale_prenorm_residual"), (False,)),
-    **dict.fromkeys(("final_layernorm", "do_layer_norm_before", "layer_norm_elementwise_affine"), (True,)),
-    **dict.fromkeys(("norm_type", "qk_l2_clip_threshold"), ()),
-    # factors and bounds
-    **dict.fromkeys(("residual_scale", "embedding_scale", "embed_scale", "emb_scale", "embedding_multiplier_scale",
-                     "output_multiplier", "output_multiplier_scale", "attn_output_multiplier",
-                     "attention_output_multiplier", "attention_in_multiplier", "attention_out_multiplier",
-                     "attention_value_scale", "key_multiplier", "lm_head_multiplier", "mlp_multiplier", "logits_scale",
-                     "logits_mup_width_multiplier", "mup_width_scale"), (1,)),
-    **dict.fromkeys(("scale_embedding", "scale_embeddings", "mup_enabled", "attn_temperature_tuning", "logn_attn",
-                     "use_logn_attn", "use_dynamic_ntk", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
-                    (False,)),
-    **dict.fromkeys(("attention_scale", "attn_scale", "attention_softmax_scale", "softmax_scale", "scaling",
-                     "scale_depth", "dim_model_base", "attn_logit_softcap", "attn_soft_cap", "logit_softcap",
-                     "logit_softcapping", "logits_soft_cap", "final_logit_softcap", "output_logit_soft_cap",
-                     "max_attn_val", "swiglu_limit", "swiglu_alpha", "gegelu_limit", "mlp_gate_softcap",
-                     "mlp_up_softcap", "activation_sparsity_pattern", "log_scaling_alpha"), ()),
-    "mlp_multipliers": ([1, 1],), "scale_attn_weights": (True,),
-    # positions
-    **dict.fromkeys(("rotary_percentage", "rotary_percent", "rotary_fraction", "rotary_emb_fraction", "rope_percent",
-                     "rope_ratio"), (1,)),
-    **dict.fromkeys(("rotary_dim", "rotary_ndims", "rotary_emb_scale_base", "rope_local_base_freq", "local_rope_theta",
-                     "layer_rope_theta", "compress_rope_theta", "mrope_section", "rope_layers", "position_embeddings"),
-                    ()),
-    **dict.fromkeys(("rope_interleave", "rotary_emb_interleaved", "use_alibi", "use_nope", "learned_positions",
-                     "learned_pos_emb", "use_learned_position_embeddings", "sinusoidal_embeddings"), (False,)),
-    **dict.fromkeys(("use_rope", "use_rotary", "rope", "rotary"), (True,)),
-    "nope_layers": ([],), "position_embedding_type": ("rope", "rotary"),
-    # masks
-    **dict.fromkeys(("is_encoder", "bidirectional", "bidirectional_attention", "prefix_lm", "multi_query",
-                     "new_decoder_architecture"), (False,)),
-    "causal": (True,), "attention_type": (),
-}
-
-# List field -> the entry that changes nothing, for registered classes.
-_NEUTRAL_ENTRIES = {"layer_types": "full_attention", "mlp_layer_types": "dense", "block_types": "attention",
-                    "layers_block_type": "attention", "attention_layers": "global"}
-
-# Fields that change nothing if the file has no window, for registered classes.
-_WINDOW_FIELDS = ("sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-                  "global_attn_every_n_layers")
-
-# Names that different families use for the same value, for registered classes. A class reads one name of a group; the
-# other names must not have different values.
-_ALIASES = (
-    ("hidden_act", "hidden_activation", "activation", "activation_function", "ff_activation", "mlp_hidden_act",
-     "mlp_act", "act_fn", "afn"),
-    ("rms_norm_eps", "rms_norm_epsilon", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon",
-     "layernorm_epsilon"),
-    ("rope_theta", "rotary_emb_base", "rotary_base"),
-    ("rope_scaling", "rope_parameters"),
-)
+# Fields that change nothing about what a model computes for given token ids. transformers or a trainer writes them into
+# the file of any family.
+_HARMLESS = frozenset((
+    # the file
+    "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "tokenizer_class", "torch_dtype",
+    "transformers_version",
+    # training
+    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout",
+    "dropout", "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
+    "init_std", "initializer_factor", "initializer_range", "layerdrop", "pretraining_tp", "resid_pdrop",
+    "residual_dropout",
+    # the tokenizer and generation, which have files of their own
+    "bos_token_id", "cache_implementation", "eos_token_id", "max_length", "model_max_length", "pad_token_id", "prefix",
+    "task_specific_params", "unk_token_id", "use_cache",
+    # what transformers returns
+    "chunk_size_feed_forward", "id2label", "is_decoder", "label2id", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj",
+))
 
 # Activation name in transformers -> name here. Several names mean the same function.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
@@ -119,53 +69,41 @@ _READ_BY_SOME_KINDS = {"factor": ("linear", "dynamic", "llama3", "yarn", "longro
                        "attention_factor": ("yarn", "longrope")}
 
 
-def refuse_unsupported_fields(config: Fields, understood: Collection[str], *, is_shipped: bool) -> None:
-    """Raise ModelLoadError if a field changes what the model computes and the model class does not read this field.
+def refuse_code(config: Fields, *, is_shipped: bool) -> None:
+    """Raise ModelLoadError if `auto_map` of a checkpoint names code that could compute something else.
 
-    Also refuses a checkpoint whose `auto_map` names code that could compute something else.
-
-    understood   `understands` of the model class: the fields that it reads
-    is_shipped   whether the model class is this package's class for the architecture; False: more fields are checked
+    is_shipped   whether the model class is this package's class for the architecture
     """
-    for name, neutral in (_NEUTRAL if is_shipped else _NEUTRAL | _NEUTRAL_IF_REGISTERED).items():
-        if name in config and name not in understood and not _changes_nothing(config.values[name], neutral):
-            raise _not_understood(config, name)
     if "auto_map" in config and config.values["auto_map"] != {} and not (is_shipped and _names_shipped_class(config)):
         raise config.fault("auto_map", "no value, because code of a checkpoint is never run",
                            "save the model without its code, or use a known architecture")
-    if is_shipped:
-        return
-    for name, entry in _NEUTRAL_ENTRIES.items():
-        value = config.values.get(name)
-        if name in config and name not in understood and not (
-                isinstance(value, list) and all(item == entry for item in value)):
-            raise _not_understood(config, name)
-    if config.values.get("use_sliding_window") is False or config.values.get("sliding_window", 0) is None:
-        return
-    for name in _WINDOW_FIELDS:
-        if name in config and name not in understood:
-            raise _not_understood(config, name)
+
+
+def refuse_unread_fields(config: Fields, named: Collection[str], *, is_shipped: bool) -> None:
+    """Raise ModelLoadError if the model class has not read a field that can change what the model computes.
+
+    config       the fields of the file, after the model class has read its spec
+    named        `understands` and `ignores` of the model class
+    is_shipped   whether the model class is this package's class for the architecture: only the fields in _NEUTRAL are
+                 checked, because it is known which fields transformers ignores. Of any other class, all fields are
+                 checked that are not in _HARMLESS
+    """
+    checked = _NEUTRAL if is_shipped else [name for name in config.values if name not in _HARMLESS]
+    unread = [name for name in checked if name in config and name not in config.asked_for and name not in named
+              and not _changes_nothing(config.values[name], _NEUTRAL.get(name, ()))]
+    if "quantization_config" in unread:
+        raise config.fault("quantization_config", "unquantised weights, because quantised ones are not supported",
+                           "use a checkpoint with weights in F32, F16 or BF16, or a GGUF file")
+    if unread:
+        others = f", nor {printable(', '.join(unread[1:8]))[:400]}" if unread[1:] else ""
+        raise config.fault(unread[0], f"no value, because the model class does not read this field{others}",
+                           "register a model class that reads the field with a method of its config, or lists it in "
+                           "`understands` or, if it changes nothing, in `ignores`")
 
 
 def _changes_nothing(value: object, neutral: tuple | None) -> bool:
     """Whether a field's value is one of the neutral ones; None: any value is neutral."""
     return neutral is None or any(type(value) in (type(known), int, float) and value == known for known in neutral)
-
-
-def refuse_unread_aliases(config: Fields, understood: Collection[str]) -> None:
-    """Raise ModelLoadError if a field in _ALIASES has a value that the model class did not read.
-
-    A group in _ALIASES lists the names that different families use for one value. The model class has read a value if
-    it read the value under any name of the group.
-
-    config       the fields of the file, after the model class has read the fields that it knows
-    understood   `understands` of the model class: the fields that it reads
-    """
-    for names in _ALIASES:
-        seen = [config.values[name] for name in names if name in config and name in config.asked_for]
-        for name in names:
-            if name in config and name not in understood and config.values[name] not in seen:
-                raise _not_understood(config, name)
 
 
 def _names_shipped_class(config: Fields) -> bool:
@@ -176,14 +114,6 @@ def _names_shipped_class(config: Fields) -> bool:
     by_task = config.values["auto_map"]
     text = by_task.get("AutoModelForCausalLM") if isinstance(by_task, dict) else None
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
-
-
-def _not_understood(config: Fields, name: str) -> ModelLoadError:
-    if name == "quantization_config":
-        return config.fault(name, "unquantised weights, because quantised ones are not supported",
-                            "use a checkpoint with weights in F32, F16 or BF16, or a GGUF file")
-    return config.fault(name, "no value, because the model class does not read this field",
-                        "register a model class that reads the field and lists it in `understands`")
 
 
 def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,

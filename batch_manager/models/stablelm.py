@@ -67,7 +67,6 @@ class StableLm(Decoder):
 
     layer = _Layer
     last_norm = LayerNorm
-    understands = ("partial_rotary_factor", "use_parallel_residual")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> StableLmSpec:

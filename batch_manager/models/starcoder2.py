@@ -45,7 +45,6 @@ class StarCoder2(Decoder):
 
     layer = _Layer
     last_norm = LayerNorm
-    understands = ("sliding_window", "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:

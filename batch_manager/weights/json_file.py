@@ -95,6 +95,12 @@ class Fields:
         """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
+    def replaced(self, values: dict[str, Any]) -> "Fields":
+        """Return fields with other values. What is read of them counts as read in these fields."""
+        replaced = Fields(values, self.where)
+        replaced.asked_for = self.asked_for
+        return replaced
+
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
         """Return the error to raise for an invalid value of a field.
 

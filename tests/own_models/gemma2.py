@@ -39,8 +39,6 @@ class Gemma2:
 
     deterministic = True
     harmless_tensors = ()
-    understands = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window",
-                   "layer_types")
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma2Spec:

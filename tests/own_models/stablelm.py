@@ -26,7 +26,6 @@ class StableLm:
 
     deterministic = True
     harmless_tensors = ()
-    understands = ("partial_rotary_factor",)
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
