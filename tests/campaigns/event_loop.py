@@ -1,5 +1,7 @@
 """Sends the largest allowed body of every kind to the OpenAI server, and measures its event loop and its memory.
 
+A body has as many bytes or as many values as the server allows. Three bodies have more, and the server refuses them.
+
     python tests/campaigns/event_loop.py [--only KIND ...] [--rounds 3]
 
 It is suite T19 of `python -m tests.campaigns`.
@@ -38,6 +40,7 @@ MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 16_384
 POOL = 2 * CONTEXT     # tokens
+ABOVE = ("too large", "too many values", "too many values by far")    # the bodies beyond the limits of the server
 MOST_HELD_MS, MOST_KEPT_MB, MOST_TRIES = 50, 10, 3
 SECONDS_TO_TRIM = 2.5
 
@@ -88,7 +91,14 @@ def serve(arguments: list[str]) -> int:
 
 
 def filled(start: str, item: Callable[[int], str], end: str, most: int, count: int = 10**9) -> bytes:
-    """Return start + item(0) + "," + item(1) ... + end, with at most `most` bytes and `count` items."""
+    """Return start + item(0) + "," + item(1) ... + end, with as many items as a body may have, but at most `count`.
+
+    item   text of the item with a number. All items have as many values as the first
+    most   largest number of bytes
+    """
+    from batch_manager.extras.openai.json_object import MOST_VALUES
+
+    count = min(count, (MOST_VALUES - values_of(start + end)) // values_of(item(0) + ","))
     size, items = len(start) + len(end), []
     for number in range(count):
         items.append(item(number))
@@ -99,9 +109,18 @@ def filled(start: str, item: Callable[[int], str], end: str, most: int, count: i
     return (start + ",".join(items) + end).encode()
 
 
+def values_of(text: str) -> int:
+    """Return the number of values in a piece of a body, as the server counts them."""
+    from batch_manager.extras.openai.json_object import VALUES_OF_A_LIST, VALUES_OF_A_NAME
+
+    weights = {"[": VALUES_OF_A_LIST, "{": VALUES_OF_A_LIST, ":": VALUES_OF_A_NAME, ",": 1}
+    return sum(weights.get(mark, 0) for mark in re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
+
+
 def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
     """Return name -> (path, body)."""
     from batch_manager.extras.openai.fields import LONGEST_STOP_STRING, MOST_STOP_STRINGS, MOST_TEXTS
+    from batch_manager.extras.openai.json_object import MOST_VALUES, VALUES_OF_A_LIST
 
     draw = random.Random(1)
 
@@ -118,7 +137,6 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
 
     stops = ["".join(draw.choices("abcdefghij ", k=LONGEST_STOP_STRING)) for _ in range(MOST_STOP_STRINGS)]
     alike = ["e" * (LONGEST_STOP_STRING - number) + "b" * number for number in range(MOST_STOP_STRINGS)]
-    few = 500_000     # values of a body
     user, ask = '{"role":"user","content":"a"}', '"messages":[{"role":"user","content":"Who?"}]'
     call = '{"id":"a","type":"function","function":{"name":"f","arguments":"{\\"a\\":[[],[]]}"}}'
     completions = {
@@ -131,11 +149,10 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
         "prompt: texts": of(prompt=[text(largest // MOST_TEXTS - 10)] * MOST_TEXTS, max_tokens=1),
         "prompt: short texts, echo": of(prompt=["Emma"] * MOST_TEXTS, max_tokens=2, echo=True),
         "prompt: shortest texts": of(prompt=["a"] * MOST_TEXTS, max_tokens=1),
-        "prompt: too many ids": filled('{"prompt":[', lambda n: "7", "]}", largest),
-        "prompt: ids": filled('{"prompt":[', lambda n: "1234", "]}", largest, few - 100),
+                "prompt: ids": filled('{"prompt":[', lambda n: "1234", "]}", largest),
         "prompt: lists of ids": filled('{"max_tokens":1,"prompt":[', lambda n: f"[{n % 4000}" + ",7" * 470 + "]", "]}",
                                        largest, MOST_TEXTS),
-        "prompt: objects": filled('{"prompt":[', lambda n: "{}", "]}", largest, few // 11 - 20),
+        "prompt: objects": filled('{"prompt":[', lambda n: "{}", "]}", largest),
         "n, logprobs": of(prompt="Emma", n=MOST_TEXTS, logprobs=20, max_tokens=50, ignore_eos=True),
         "n, logprobs, streamed": of(prompt="Emma", n=MOST_TEXTS, logprobs=20, max_tokens=50, stream=True,
                                     ignore_eos=True),
@@ -145,45 +162,43 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
         "echo with logprobs": of(prompt=text(16_000), echo=True, logprobs=20, max_tokens=1),
         "logit_bias": filled('{"prompt":"Emma","max_tokens":4,"logit_bias":{', lambda n: f'"{n}":1', "}}", largest,
                              4096),
-        "logit_bias with wrong keys": filled('{"prompt":"Emma","logit_bias":{', lambda n: f'"{n}":1', "}}", largest,
-                                             few // 2 - 10),
-        "stop_token_ids": filled('{"prompt":"Emma","stop_token_ids":[', lambda n: "7", "]}", largest, few - 100),
-        "metadata": filled('{"prompt":"Emma","max_tokens":4,"metadata":{', lambda n: f'"{n}":[]', "}}", largest,
-                           few // 12 - 10),
-        "an unknown field": filled('{"prompt":"Emma","other":[', lambda n: "[]", "]}", largest, few // 11 - 20),
-        "many unknown fields": filled('{"prompt":"Emma",', lambda n: f'"{n}":1', "}", largest, few // 2 - 10),
-        "a repeated name": filled('{"prompt":"Emma","metadata":{', lambda n: f'"{n}":1', ',"0":1}}', largest,
-                                  few // 4 - 10),
-        "no JSON": b"[" * (few // 10) + b" " * (largest - few // 10),
-        "too large": b" " * (largest + 1),
+        "logit_bias with wrong keys": filled('{"prompt":"Emma","logit_bias":{', lambda n: f'"{n}":1', "}}", largest),
+        "stop_token_ids": filled('{"prompt":"Emma","stop_token_ids":[', lambda n: "7", "]}", largest),
+        "metadata": filled('{"prompt":"Emma","max_tokens":4,"metadata":{', lambda n: f'"{n}":[]', "}}", largest),
+        "an unknown field": filled('{"prompt":"Emma","other":[', lambda n: "[]", "]}", largest),
+        "many unknown fields": filled('{"prompt":"Emma",', lambda n: f'"{n}":1', "}", largest),
+        "a repeated name": filled('{"prompt":"Emma","metadata":{', lambda n: f'"{n}":1', ',"0":1}}', largest),
+        "no JSON": (b"[" * (MOST_VALUES // VALUES_OF_A_LIST)).ljust(largest),
+        "too large": of(prompt=text(largest - 100)).ljust(largest + 1),
+        "too many values": b'{"prompt":[' + b"[]," * (MOST_VALUES // (VALUES_OF_A_LIST + 1)) + b"[]]}",
+        "too many values by far": b'{"prompt":[' + b"7," * (largest // 2 - 10) + b"7]}",
     }
     chats = {
-        "messages": filled('{"max_tokens":1,"messages":[', lambda n: user, "]}", largest, few // 14 - 10),
+        "messages": filled('{"max_tokens":1,"messages":[', lambda n: user, "]}", largest),
         "messages in the context": filled('{"max_tokens":1,"messages":[', lambda n: user, "]}", largest, CONTEXT // 16),
         "message: one text": of(messages=[{"role": "user", "content": text(largest - 100)}]),
         "message: parts": filled('{"max_tokens":1,"messages":[{"role":"user","content":[',
-                                 lambda n: '{"type":"text","text":"a"}', "]}]}", largest, few // 14 - 10),
+                                 lambda n: '{"type":"text","text":"a"}', "]}]}", largest),
         "message: other keys": filled('{"max_tokens":1,"messages":[{"role":"user","content":"a","more":[',
-                                      lambda n: "[]", "]}]}", largest, few // 11 - 20),
+                                      lambda n: "[]", "]}]}", largest),
         "message: deep": (b'{"max_tokens":1,"messages":[{"role":"user","content":"a","more":' + b"[" * 900 + b"]" * 900
                           + b"}]}"),
         "chat_template_kwargs": filled('{"max_tokens":1,' + ask + ',"chat_template_kwargs":{', lambda n: f'"{n}":{{}}',
-                                       "}}", largest, few // 12 - 10),
-        "tools": filled("{" + ask + ',"tools":[', lambda n: call, "]}", largest, few // 45),
+                                       "}}", largest),
+        "tools": filled("{" + ask + ',"tools":[', lambda n: call, "]}", largest),
         "tool_calls": filled('{"max_tokens":1,"messages":[{"role":"assistant","content":"","tool_calls":[',
-                             lambda n: call, ']},{"role":"user","content":"Who?"}]}', largest, few // 45),
+                             lambda n: call, ']},{"role":"user","content":"Who?"}]}', largest),
         "response_format: object": of(messages=[{"role": "user", "content": "Who?"}], max_tokens=8,
                                       response_format={"type": "json_object"}),
-        "response_format: enum": with_schema('{"enum":[', lambda n: f'"name {n}"', "]}", few - 100),
+        "response_format: enum": with_schema('{"enum":[', lambda n: f'"name {n}"', "]}"),
         "response_format: a small enum": with_schema('{"enum":[', lambda n: f'"name {n}"', "]}", 20_000),
         "response_format: properties": with_schema('{"type":"object","properties":{',
-                                                   lambda n: f'"a{n}":{{"type":"string"}}', "}}", few // 13 - 10),
+                                                   lambda n: f'"a{n}":{{"type":"string"}}', "}}"),
         "response_format: required": with_schema('{"type":"object","additionalProperties":false,"properties":{',
                                                  lambda n: f'"a{n}":{{"type":"array","items":{{"type":"null"}}}}',
-                                                 "}}", few // 26 - 10),
+                                                 "}}"),
         "response_format: anyOf": with_schema(
-            '{"anyOf":[', lambda n: f'{{"type":"object","properties":{{"b{n}":{{"type":"integer"}}}}}}', "]}",
-            few // 40 - 10),
+            '{"anyOf":[', lambda n: f'{{"type":"object","properties":{{"b{n}":{{"type":"integer"}}}}}}', "]}"),
         "response_format: pattern": with_schema(json.dumps({"type": "string", "pattern": "(a|b){1,900}c" * 300}),
                                                 lambda n: "", "", 0),
         "response_format: deep": with_schema('{"type":"array","items":' * 250 + '{"type":"string"}' + "}" * 250,
@@ -254,7 +269,8 @@ def _send_all(client: Any, all_bodies: dict[str, tuple[str, bytes]], only: list[
             if least <= MOST_HELD_MS:
                 break
         worst_held.append(least)
-        if least > MOST_HELD_MS or kept > MOST_KEPT_MB or answer.status_code >= 500:
+        is_refused = answer.status_code == 413
+        if least > MOST_HELD_MS or kept > MOST_KEPT_MB or answer.status_code >= 500 or is_refused != (name in ABOVE):
             summary.failures.append(f"python tests/campaigns/event_loop.py --only {name!r}: {line}")
         return kept
 
