@@ -20,7 +20,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench import __main__ as program
 from batch_manager.tools.bench import measurement as measuring
 from batch_manager.tools.bench import run as serving
-from batch_manager.tools.bench.errors import InputError
+from batch_manager.tools.bench.errors import BenchmarkError, InputError
 from batch_manager.tools.bench.gate import Gate
 from batch_manager.tools.bench.load import Load
 from batch_manager.tools.bench.measurement import Measurement
@@ -202,15 +202,20 @@ def test_the_saturation_is_found(setting, capsys):
 @pytest.mark.parametrize("limit, first", [(10.0, 25.0), (10.0, 4.0), (0.9, 8.0), (7.3, 7.3)])
 def test_bisection_finds_a_limit_from_either_side(limit, first):
     tried = []
-    found = find_saturation(lambda rate: tried.append(rate) or rate <= limit, first, 12, "")
+    found = find_saturation(lambda: {"requests_s": first}, lambda rate: tried.append(rate) or rate <= limit, 13, "")
     assert found.sustained <= limit < found.broken and found.broken / found.sustained < 1.05
-    assert len(tried) == found.probes <= 12 and len(set(tried)) == len(tried)
+    assert len(tried) == found.probes - 1 <= 12 and len(set(tried)) == len(tried)
 
 
 def test_bisection_keeps_to_its_probes_and_says_what_it_does_not_know():
-    assert find_saturation(lambda rate: True, 1.0, 3, "").broken is None
-    never = find_saturation(lambda rate: False, 8.0, 3, "words")
-    assert (never.sustained, never.broken, never.probes) == (None, 2.0, 3) and "no rate" in never.words()
+    assert find_saturation(lambda: {"requests_s": 1.0}, lambda rate: True, 4, "").broken is None
+    never = find_saturation(lambda: {"requests_s": 8.0}, lambda rate: False, 4, "words")
+    assert (never.sustained, never.broken, never.probes) == (None, 2.0, 4) and "no rate" in never.words()
+
+
+def test_a_search_in_which_every_request_of_the_first_run_fails_says_why():
+    with pytest.raises(BenchmarkError, match="every request failed .*, the first with: too long"):
+        find_saturation(lambda: {"requests_s": 0.0, "failures": [{"error": "too long"}]}, None, 4, "")
 
 
 def test_what_counts_as_sustained():

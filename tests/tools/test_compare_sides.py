@@ -152,6 +152,12 @@ def test_the_same_model_in_another_folder_is_the_same(write):
     assert compare_results(write("a.json"), write("b.json", command=["--model", "/elsewhere/tiny/"]))
 
 
+def test_a_file_that_names_no_busy_neighbours_had_none(write):
+    a, none, two = write("a.json"), write("b.json", busy_neighbours=0), write("c.json", busy_neighbours=2)
+    assert not any("busy_neighbours" in line for line in compare_results(a, none))
+    assert "warning: busy_neighbours differs: A 0, B 2" in compare_results(a, two)
+
+
 def test_points_of_a_sweep_are_compared_by_load(write):
     def sweep(name, rates, factor):
         return write(name, kind="sweep", output_tok_s=None, itl_ms_p50=None, latency_ms=None, points=[

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ...config import Parts
 from ...errors import counted
 from .client import Count
-from .errors import BenchmarkError, InputError
+from .errors import InputError
 from .load import Load
 from .progress import Progress, duration, shown
 from .run import bounds_of, load_of, point_fields, prepared, shared_fields
@@ -118,10 +118,5 @@ class Measurement:
             point["sustained"] = is_sustained(point, bounds, share)
             return point["sustained"]
 
-        # The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
-        most = self._serve(load_of(options, request_rate=0.0), "all at once")["requests_s"]
-        if not most:
-            raise BenchmarkError("every request failed when all arrived at once, the first with: "
-                                 f"{self.points[0]['failures'][0]['error']}")
-        found = find_saturation(holds, most, options.max_probes - 1, criterion_of(bounds, share))
-        return replace(found, probes=found.probes + 1)
+        return find_saturation(lambda: self._serve(load_of(options, request_rate=0.0), "all at once"), holds,
+                               options.max_probes, criterion_of(bounds, share))

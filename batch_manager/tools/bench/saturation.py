@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import counted
+from .errors import BenchmarkError
 from .load import Load
 from .metrics import Bounds
 
@@ -44,13 +45,23 @@ class Saturation:
         return f"saturation: {finding} ({self.criterion}; {counted(self.probes, 'run')})"
 
 
-def find_saturation(holds: Callable[[float], bool], first_rate: float, max_probes: int, criterion: str) -> Saturation:
+def find_saturation(serve_at_once: Callable[[], dict[str, Any]], holds: Callable[[float], bool], max_probes: int,
+                    criterion: str) -> Saturation:
     """Search for the rate above which `holds` is false: raise the rate until it is not sustained, then bisect.
 
-    holds        (requests/s) -> whether the engine sustains this rate; called at most `max_probes` times
-    first_rate   the first rate to try
+    The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
+
+    serve_at_once   serves all requests at once and returns the result
+    holds           (requests/s) -> whether the engine sustains this rate
+    max_probes      largest number of runs, the first one included
+
+    Raises BenchmarkError if every request of the first run fails.
     """
-    sustained, broken, rate, probes = 0.0, None, _rounded(first_rate), 0
+    at_once = serve_at_once()
+    if not at_once["requests_s"]:
+        raise BenchmarkError("every request failed when all arrived at once, the first with: "
+                             f"{at_once['failures'][0]['error']}")
+    sustained, broken, rate, probes = 0.0, None, _rounded(at_once["requests_s"]), 1
     while probes < max_probes and not (broken is not None and sustained and broken / sustained < CLOSE):
         probes += 1
         if holds(rate):

@@ -135,7 +135,8 @@ def _runs_of(result: Any, place: str) -> list[Run]:
     if result.get("format") == FORMAT and result.get("format_version") != FORMAT_VERSION:
         raise ComparisonError(f"{place} has format_version {result.get('format_version')!r}; this program reads "
                               f"version {FORMAT_VERSION}; measure again, or use the program that wrote it")
-    shared = {name: value for name, value in result.items() if name != "points"}
+    # Files that do not say so had no neighbours: those of other engines, of the simulator and of older versions.
+    shared = {"busy_neighbours": 0} | {name: value for name, value in result.items() if name != "points"}
     if "model" not in shared and (model := model_of(result.get("command"))):
         shared["model"] = model
     points = result.get("points")

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import BatchManagerError, counted
 from ...stats.trace import read_trace
 from ..__main__ import run_as
-from ..bench.errors import InputError
+from ..bench.errors import BenchmarkError, InputError
 from ..bench.result import read_result
 from ..bench.summary import csv_rows
 from ..compare.results import model_of
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("batch_manager").setLevel("WARNING")
     try:
         return _fit(options) if options.fit is not None else _simulate(options)
-    except (InputError, BatchManagerError, OSError) as error:
+    except (BenchmarkError, BatchManagerError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def _about_run(path: Path | None) -> dict[str, Any]:
         return {}
     result = read_result(path)
     run = {name: result.get(name) for name in ("precision", "threads", "kv_precision", "cpu_compile",
-                                               "model_implementation", "tokens_per_block")}
+                                               "model_implementation", "tokens_per_block", "busy_neighbours")}
     return {"model": model_of(result.get("command")), **run}
 
 

@@ -107,16 +107,13 @@ class Study:
         def holds(rate: float) -> bool:
             return self._is_sustained({"request_rate": rate}, self._probed(rate, options.replicas))
 
-        # The throughput with all requests at once estimates the highest possible rate. It is the first rate to try.
-        at_once = self._traffic.repeated(1, np.zeros(len(self._traffic)))
-        self._simulate({"request_rate": 0.0}, "all at once", at_once)
-        most = self.points[0]["requests_s"]
-        if not most:
-            raise InputError("every request failed when all arrived at once, the first with: "
-                             f"{self.points[0]['failures'][0]['error']}")
-        self.points[0]["sustained"] = None
-        found = find_saturation(holds, most, options.max_probes - 1, criterion_of(bounds, options.slo_share))
-        return replace(found, probes=found.probes + 1)
+        def serve_at_once() -> dict[str, Any]:
+            self._simulate({"request_rate": 0.0}, "all at once",
+                           self._traffic.repeated(1, np.zeros(len(self._traffic))))
+            self.points[0]["sustained"] = None
+            return self.points[0]
+
+        return find_saturation(serve_at_once, holds, options.max_probes, criterion_of(bounds, options.slo_share))
 
     def _find_replicas(self) -> Capacity:
         options = self._options
@@ -224,6 +221,7 @@ class Study:
             "version": version_text(), "python": python_version(), "workload": Path(options.workload).name,
             "n": len(self._traffic), **{name: cost.about.get(name) for name in OF_THE_RUN}, "streaming": True,
             "beam_width": 1, "engine": "InflightFusedBatching", "seed": options.scatter_seed,
+            "busy_neighbours": cost.about.get("busy_neighbours") or 0,
             "cost": {"file": str(options.cost), "error": "unknown" if cost.error is None else cost.error.words(),
                      "step_error": None if cost.error is None else asdict(cost.error), "about": dict(cost.about)}}
 
