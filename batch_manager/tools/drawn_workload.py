@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import counted
 from .datasets.errors import DatasetError
 from .datasets.prompts import FIRST_ORDINARY_TOKEN
-from .datasets.reading import SAMPLING, check_memory, length_summary
+from .datasets.reading import check_memory, summarised
 from .datasets.records import MOST_SECONDS
 from .lengths import LengthDistribution, Lengths
 
@@ -64,19 +64,8 @@ def make_workload(*, count: int = 64, seed: int = 0, vocab_size: int = DEFAULT_V
         prefix = random.integers(FIRST_ORDINARY_TOKEN, vocab_size, shared_prefix).tolist()
         for request in requests:
             request["prompt"][:shared_prefix] = prefix[:len(request["prompt"])]
-    return {
-        "seed": seed,
-        "vocab": vocab_size,
-        "mode": "online" if rate else "offline",
-        "rate": rate,
-        "n": count,
-        "prompt_tokens": int(prompt_lengths.sum()),
-        "output_tokens": int(output_lengths.sum()),
-        "prompt_len": length_summary(prompt_lengths),
-        "output_len": length_summary(output_lengths),
-        "sampling": SAMPLING,
-        "requests": requests,
-    }
+    return {**summarised(requests, seed=seed, vocab_size=vocab_size), "mode": "online" if rate else "offline",
+            "rate": rate, "requests": requests}
 
 
 def _check_duration(seconds: float, rate: float) -> None:

@@ -1,14 +1,16 @@
 """The options that several commands of batch-manager have. One quantity has one name, one meaning and one type."""
 
 import argparse
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..config import BLOCK_SIZES, DTYPES, MODEL_IMPLEMENTATIONS
 from ..names import SchedulerPolicy
 from .command_parser import at_least, positive, rate
+from .output_file import why_no_folder, why_not_distinct, why_not_writable
 
 LONGER = ("clip", "drop")
 DELAYS = ("exponential", "constant")
@@ -148,3 +150,19 @@ def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentPar
             parser.error("--longer was given without a limit; expected --max-input-tokens or --max-output-tokens; add "
                          "one, or leave out --longer")
         options.longer = options.longer or LONGER[0]
+
+
+def check_outputs(options: argparse.Namespace, parser: argparse.ArgumentParser, names: Iterable[str],
+                  inputs: Mapping[str, str | os.PathLike[str]]) -> None:
+    """End the program if an output file or the folder of --plot cannot be written, or if two options name one file.
+
+    names    attributes of the options that name an output file
+    inputs   name of an option -> the input file that it names
+    """
+    outputs = {f"--{name.replace('_', '-')}": path for name in names if (path := getattr(options, name)) is not None}
+    reasons = [f"{option}: {reason}" for option, path in outputs.items() if (reason := why_not_writable(path))]
+    reasons.append(why_not_distinct(outputs, inputs))
+    if options.plot is not None and (reason := why_no_folder(options.plot)):
+        reasons.append(f"--plot: {reason}")
+    if found := next(filter(None, reasons), None):
+        parser.error(found)

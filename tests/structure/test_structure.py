@@ -275,6 +275,12 @@ def test_imports_point_down():
     assert not wrong, report(wrong)
 
 
+def test_the_tools_do_not_grow():
+    """A quarter of the package is enough for the commands. A new option pays for its lines."""
+    files = [path for path in (PACKAGE / "tools").rglob("*") if path.suffix in (".py", ".js", ".css", ".html", ".md")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_100
+
+
 def test_no_two_files_import_each_other_in_a_circle():
     below = {source.module: {target for imported in source.imports() if not imported.for_types_only
                              and (target := targets(source, imported)) in MODULES and target != source.module}

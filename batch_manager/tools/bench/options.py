@@ -10,8 +10,15 @@ from ...config import LOAD_FORMATS, KvCacheConfig
 from ...names import TrtGptModelType
 from ..command_parser import CommandParser, at_least, positive, rate, share, within
 from ..datasets import FORMATS
-from ..output_file import why_no_folder, why_not_distinct, why_not_writable
-from ..shared_options import CONCURRENCY, FLAG, HelpFormatter, add_selection_arguments, add_shared, complete_selection
+from ..shared_options import (
+    CONCURRENCY,
+    FLAG,
+    HelpFormatter,
+    add_selection_arguments,
+    add_shared,
+    check_outputs,
+    complete_selection,
+)
 from .help_text import ABOUT, HOW_IT_ENDS
 from .original_options import help_text, rewritten
 
@@ -219,12 +226,4 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.plot is not None and options.type == TrtGptModelType.V1.name:
         parser.error("--plot was given with --type V1, which has no statistics of iterations; expected an in-flight "
                      "type; choose one, or leave out --plot")
-    outputs = {f"--{name.replace('_', '-')}": path for name in OUTPUT_FILES
-               if (path := getattr(options, name)) is not None}
-    for option, path in outputs.items():
-        if reason := why_not_writable(path):
-            parser.error(f"{option}: {reason}")
-    if reason := why_not_distinct(outputs, {"--workload": options.workload, "--model": options.model}):
-        parser.error(reason)
-    if options.plot is not None and (reason := why_no_folder(options.plot)):
-        parser.error(f"--plot: {reason}")
+    check_outputs(options, parser, OUTPUT_FILES, {"--workload": options.workload, "--model": options.model})

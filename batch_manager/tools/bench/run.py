@@ -156,8 +156,6 @@ def read_requests(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
                                  output_tokens=options.output_tokens, report=report)
         refuse_options_of_texts(report.format, {"--tokenizer": options.tokenizer,
                                                 "--output-tokens": options.output_tokens})
-    except DatasetError as error:
-        raise InputError(str(error)) from error
-    except OSError as error:
+    except (DatasetError, OSError) as error:
         raise InputError(str(error)) from error
     return workload, report.notes()

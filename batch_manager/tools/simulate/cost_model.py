@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from ...extras.repeated_names import unique_names
 from ..bench.errors import InputError
 from ..datasets.errors import quoted
@@ -90,15 +88,6 @@ class CostModel:
     def step_seconds(self, shape: StepShape) -> float:
         """Return the predicted seconds in which the device, which may be a CPU, computes a step of this shape."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
-
-    def generation_step_seconds(self, shape: StepShape, cached_tokens: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds [n] of n generation steps that differ only in their cached tokens.
-
-        shape           amounts of work in each step, with `cached_tokens` 0
-        cached_tokens   [n] cached tokens of each step
-        """
-        each = self.generation_s.get("cached_tokens", 0.0) + self.generation_s.get(DISTINCT, 0.0)
-        return _linear(self.generation_s, shape) + each * cached_tokens
 
     def host_seconds(self, shape: StepShape) -> float:
         """Return the predicted seconds of the host's part of the iteration that launches the step."""

@@ -11,13 +11,13 @@ from typing import Any
 from ...config import BLOCK_SIZES, KvCacheConfig
 from ..command_parser import CommandParser, at_least, positive, rate, share
 from ..datasets import FORMATS
-from ..output_file import why_no_folder, why_not_distinct, why_not_writable
 from ..shared_options import (
     CONCURRENCY,
     POLICIES,
     HelpFormatter,
     add_selection_arguments,
     add_shared,
+    check_outputs,
     complete_selection,
 )
 from .cost_model import MOST_ERROR, P90_TO_MEDIAN
@@ -211,14 +211,6 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if options.plot is not None and not (options.sweep or searches):
         parser.error("--plot was given without --sweep; it draws the results of a sweep; `batch-manager draw` "
                      "draws a --trace")
-    outputs = {f"--{name.replace('_', '-')}": path for name in ("out", "output_csv", "requests_csv", "trace")
-               if (path := getattr(options, name)) is not None}
-    for option, path in outputs.items():
-        if why := why_not_writable(path):
-            parser.error(f"{option}: {why}")
     inputs = {f"--{name}": path for name in ("cost", "workload", "result") if (path := getattr(options, name))}
     inputs |= {f"--fit {path}": path for path in options.fit or ()}
-    if why := why_not_distinct(outputs, inputs):
-        parser.error(why)
-    if options.plot is not None and (why := why_no_folder(options.plot)):
-        parser.error(f"--plot: {why}")
+    check_outputs(options, parser, ("out", "output_csv", "requests_csv", "trace"), inputs)

@@ -205,9 +205,7 @@ class Study:
                 output_tokens=options.output_tokens, report=self._report))
             refuse_options_of_texts(self._report.format, {"--tokenizer": options.tokenizer,
                                                           "--output-tokens": options.output_tokens})
-        except DatasetError as error:
-            raise InputError(str(error)) from error
-        except OSError as error:
+        except (DatasetError, OSError) as error:
             raise InputError(str(error)) from error
         if not len(traffic):
             raise InputError(f"{options.workload} has no selected requests; expected at least one; change the "
