@@ -17,7 +17,7 @@ from .loop.callbacks import (
     SendResponseCallback,
 )
 from .names import SchedulerPolicy, TrtGptModelType
-from .option_values import integer_in_words, plain_integer, shown_option
+from .option_values import exact_integer, integer_in_words, shown_option
 from .sampling_config import UINT64_MAX
 
 MAX_BEAM_WIDTH = 1024    # as in TensorRT-LLM
@@ -68,19 +68,19 @@ class EngineArguments:
         if not isinstance(policy, SchedulerPolicy):
             raise ConfigError(f"scheduler_policy is {policy!r}", "expected a member of SchedulerPolicy",
                               "for instance SchedulerPolicy.GUARANTEED_NO_EVICT")
-        beam_width = plain_integer(self.max_beam_width)
+        beam_width = exact_integer(self.max_beam_width)
         if beam_width is None or not 1 <= beam_width <= MAX_BEAM_WIDTH:
             raise ConfigError(f"max_beam_width is {shown_option(self.max_beam_width)}",
                               f"expected {integer_in_words(1, MAX_BEAM_WIDTH)}", "use 1 without beam search")
         if not isinstance(self.optional_params, TrtGptModelOptionalParams):
             raise ConfigError(f"optional_params is of type {type(self.optional_params).__name__}",
                               "expected a TrtGptModelOptionalParams", "leave it out, or construct one")
-        last_id = plain_integer(self.terminate_req_id)
+        last_id = exact_integer(self.terminate_req_id)
         if self.terminate_req_id is not None and (last_id is None or not 0 <= last_id <= UINT64_MAX):
             raise ConfigError(f"terminate_req_id is {shown_option(self.terminate_req_id)}",
                               "expected an id in 0..2^64-1, or None",
                               "leave it out if no request is to end the worker")
-        drafts = plain_integer(self.max_draft_tokens)
+        drafts = exact_integer(self.max_draft_tokens)
         if drafts is None or not 0 <= drafts <= MAX_DRAFT_TOKENS:
             raise ConfigError(f"max_draft_tokens is {shown_option(self.max_draft_tokens)}",
                               f"expected {integer_in_words(0, MAX_DRAFT_TOKENS)}, or None",

@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .names import ContextChunkingPolicy, SchedulerPolicy
-from .option_values import check_flag, plain_integer, plain_number, put_count, put_seconds, shown_option
+from .option_values import check_flag, exact_integer, exact_number, put_count, put_seconds, shown_option
 from .seams import Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -59,7 +59,7 @@ class KvCacheConfig:
         put_count(self, "host_cache_size", minimum=0, owner="KvCacheConfig.")
         check_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
         check_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
-        fraction, size = plain_number(self.free_gpu_memory_fraction), plain_integer(self.tokens_per_block)
+        fraction, size = exact_number(self.free_gpu_memory_fraction), exact_integer(self.tokens_per_block)
         if fraction is None or not 0 < fraction <= 1:
             raise ConfigError(
                 f"KvCacheConfig.free_gpu_memory_fraction is {shown_option(self.free_gpu_memory_fraction)}",

@@ -1,4 +1,4 @@
-"""Checks of options, and their conversion to plain Python values: NumPy's integers and floats are accepted."""
+"""Checks of options, and their conversion to values of Python: NumPy's integers and floats are accepted."""
 
 from operator import index
 from typing import Any
@@ -12,8 +12,8 @@ LONGEST_SHOWN_BITS = 256
 LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
 
 
-def plain_integer(value: Any) -> int | None:
-    """Return an integer as a plain int, and None for any other value.
+def exact_integer(value: Any) -> int | None:
+    """Return an integer as an int, and None for any other value.
 
     Values with `__index__` are integers, for instance those of NumPy. A bool is not an integer.
     """
@@ -27,17 +27,17 @@ def plain_integer(value: Any) -> int | None:
         return None
 
 
-def plain_number(value: Any) -> int | float | None:
-    """Return a plain int for an integer, a plain float for a float of Python or NumPy, and None for any other value."""
-    return float(value) if isinstance(value, float | np.floating) else plain_integer(value)
+def exact_number(value: Any) -> int | float | None:
+    """Return an int for an integer, a float for a float of Python or NumPy, and None for any other value."""
+    return float(value) if isinstance(value, float | np.floating) else exact_integer(value)
 
 
 def shown_option(value: Any) -> str:
     """Format a refused option: a number without the name of its NumPy type, any other value with repr."""
-    plain = plain_number(value)
-    if isinstance(plain, int) and plain.bit_length() > LONGEST_SHOWN_BITS:    # repr may raise
-        return f"an integer of {plain.bit_length():,} bits"
-    return repr(value if plain is None else plain)
+    number = exact_number(value)
+    if isinstance(number, int) and number.bit_length() > LONGEST_SHOWN_BITS:    # repr may raise
+        return f"an integer of {number.bit_length():,} bits"
+    return repr(value if number is None else number)
 
 
 def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None = None) -> str:
@@ -53,7 +53,7 @@ def integer_in_words(minimum: int, maximum: int = MAX_COUNT, refused: int | None
 
 def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_COUNT, optional: bool = False,
               owner: str = "", other: tuple[int, str] | None = None) -> None:
-    """Replace the integer in the field `name` of a frozen dataclass with a plain int.
+    """Replace the integer in the field `name` of a frozen dataclass with an int.
 
     optional   whether the field may be None
     owner      prefix of the field's name in the error, such as "BackendInfo."
@@ -64,7 +64,7 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
     value = getattr(options, name)
     if optional and value is None:
         return
-    count = plain_integer(value)
+    count = exact_integer(value)
     if count is None or not (minimum <= count <= maximum or (other and count == other[0])):
         allowed = integer_in_words(minimum, maximum, count)
         allowed += f", or {other[0]} for {other[1]}" if other else ""
@@ -74,12 +74,12 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
 
 
 def put_seconds(options: Any, name: str, *, positive: bool) -> None:
-    """Replace the number of seconds in the field `name` of a frozen dataclass with a plain number.
+    """Replace the number of seconds in the field `name` of a frozen dataclass with an int or a float.
 
     Raises ConfigError for a value that is no number, is below 0 or above LONGEST_WAIT_S, or is 0 despite `positive`.
     """
     value = getattr(options, name)
-    seconds = plain_number(value)
+    seconds = exact_number(value)
     if seconds is None or not 0 <= seconds <= LONGEST_WAIT_S or (positive and seconds == 0):
         raise ConfigError(f"{name} is {shown_option(value)}",
                           f"expected a number of seconds {'above 0 and up' if positive else 'from 0'} to "

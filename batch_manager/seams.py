@@ -5,7 +5,7 @@ from typing import Protocol
 
 from .errors import ConfigError
 from .handover import ScheduledBatch, StepOutput
-from .option_values import plain_integer, put_count
+from .option_values import exact_integer, put_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class BackendInfo:
         for name in ("hidden_size", "sink_tokens", "host_blocks", "max_draft_tokens"):
             put_count(self, name, minimum=0, owner="BackendInfo.")
         put_count(self, "attention_window", optional=True, owner="BackendInfo.")
-        end_ids = [plain_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]
+        end_ids = [exact_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]
         if None in end_ids:
             raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "expected a tuple of integers")
         object.__setattr__(self, "end_ids", tuple(end_ids))

@@ -168,10 +168,7 @@ class SlotState:
         self._changed.clear()
 
     def locate(self, name: str) -> tuple[Plane, int, bool]:
-        """Return the plane that has column `name`, the column's index in the plane, and whether the column has floats.
-
-        A plane is an array of columns.
-        """
+        """Return the plane that has column `name`, the column's index in the plane, and whether it has floats."""
         plane, index, dtype = self._columns[name]
         return plane, index, dtype.kind == "f"
 
@@ -185,7 +182,7 @@ class SlotState:
         return (self.features[slots] & feature) != 0
 
     def _refresh_views(self) -> None:
-        """Recreate the host views of the columns, after planes were reallocated. A plane is an array of columns."""
+        """Recreate the host views of the columns, after planes were reallocated."""
         self.host = {name: plane.host[index].view(dtype) for name, (plane, index, dtype) in self._columns.items()}
 
     def _grow(self, num_slots: int) -> None:

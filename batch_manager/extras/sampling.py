@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine_info import EngineInfo
 from ..errors import ConfigError, InvalidRequestError, type_name
-from ..option_values import plain_integer, plain_number
+from ..option_values import exact_integer, exact_number
 from ..requests.tensor_values import MAX_FEW
 from .stop_strings import StopStrings, stop_strings
 
@@ -159,10 +159,10 @@ class Sampling:
         """Raise InvalidRequestError for options that the engine would take, or refuse with another name's range."""
         if not isinstance(self.ignore_eos, bool | np.bool_):
             raise InvalidRequestError(f"ignore_eos is of type {type_name(self.ignore_eos)}", "expected True or False")
-        top_k = plain_integer(self.top_k)
+        top_k = exact_integer(self.top_k)
         if top_k is not None and top_k < -1:
             raise InvalidRequestError(f"top_k is {top_k}", "expected at least 1, or 0 or -1 to keep all tokens")
-        least, most = plain_integer(self.min_tokens), plain_integer(self.max_tokens)
+        least, most = exact_integer(self.min_tokens), exact_integer(self.max_tokens)
         if least is not None and most is not None and least > most:
             raise InvalidRequestError(f"min_tokens is {least}", f"expected at most max_tokens, which is {most}")
 
@@ -173,7 +173,7 @@ class Sampling:
                                       "expected a list of token ids", "put the id into a list")
         ids = []
         for token in given:
-            token_id = plain_integer(token)
+            token_id = exact_integer(token)
             if token_id is None:
                 raise InvalidRequestError(f"stop_token_ids has a value of type {type_name(token)}",
                                           "expected a list of token ids", "pass strings in the option stop")
@@ -195,7 +195,7 @@ class Sampling:
             raise InvalidRequestError(f"logit_bias is of type {type_name(self.logit_bias)}",
                                       "expected a mapping of token ids to numbers", "pass a dict")
         bias = np.zeros(vocab_size, np.float32)
-        for token, value in ((plain_integer(key), plain_number(bias)) for key, bias in self.logit_bias.items()):
+        for token, value in ((exact_integer(key), exact_number(bias)) for key, bias in self.logit_bias.items()):
             if token is None or not 0 <= token < vocab_size:
                 raise InvalidRequestError("logit_bias has a key that is not a token id of the model",
                                           f"expected integers in 0..{vocab_size - 1}",

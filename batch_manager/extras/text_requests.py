@@ -11,7 +11,7 @@ from ..aio.mailbox import Delta, RequestFailed
 from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, InvalidRequestError, type_name
 from ..names import FinishReason
-from ..option_values import plain_integer
+from ..option_values import exact_integer
 from .chat_template import chat_prompt
 from .generated_text import GeneratedText
 from .sampling import Sampling, in_names_of_options
@@ -90,7 +90,7 @@ class Prompts:
         if isinstance(prompt, list | tuple):
             if all(type(token) is int for token in prompt):         # a long prompt must not keep the worker waiting
                 return list(prompt)
-            token_ids = [plain_integer(token) for token in prompt]
+            token_ids = [exact_integer(token) for token in prompt]
             if None not in token_ids:
                 return token_ids
         raise InvalidRequestError(f"a prompt is of type {type_name(prompt)}",

@@ -1,10 +1,9 @@
 """Records the operations of a model's forward once, so that later steps replay them in one call.
 
 `record` calls the `forward` of a model with `Rows` in place of a tensor. Each layer appends its operations to the
-recording. The operations read and write *registers*, which are buffers with one row for each token of a step. A model
-that needs an operation that is not supported here is not recorded and runs in torch. A `Recording` has the operations
-of triton_kernels/cpu/native/step.c. Other recordings have the same methods and record other operations, such as kernel
-launches on a GPU in runtime/forms/fixed/recording.py.
+recording. The operations read and write registers. A model that needs an operation that is not supported here is not
+recorded and runs in torch. A `Recording` has the operations of triton_kernels/cpu/native/step.c. Other recordings have
+the same methods and record other operations, such as kernel launches on a GPU in runtime/forms/fixed/recording.py.
 """
 
 import struct
@@ -40,7 +39,7 @@ class NotRecordableError(Exception):
 class Rows:
     """A stand-in for a tensor of hidden states with one row for each token of a step.
 
-    The entries of each row are a range of columns in a register, which is a buffer with one row for each token.
+    The entries of each row are a range of columns in a register.
 
     recording   the Recording, or an object with its methods, to which operations on the rows are appended
     heads       number of heads into which the columns are divided, each of `size` entries; None: not divided
@@ -246,8 +245,7 @@ class RecordedAttention:
     """Passed to a model's `forward` in place of an Attention: records each call of `run`.
 
     heads   (query heads, kv heads, head size)
-    layers  the LayerAttention of each layer, with its effective window: the smaller of the model's and the
-            configured window; see attention/windows.py
+    layers  the LayerAttention of each layer, with its effective window
     sink    number of sink tokens
     norms_heads   whether the attention norms heads itself; see attention/interface.py
     """

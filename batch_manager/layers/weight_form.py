@@ -55,11 +55,11 @@ def make_weight_form(stored: StoredMatrix, context: LayerContext) -> WeightForm:
 def _plain(stored: Dense, context: LayerContext) -> WeightForm:
     """Return the form that multiplies the unchanged matrix with torch."""
     weight, bias = stored.weight, stored.bias
-    return WeightForm(functional.linear, (weight, bias), _add_plain_product, (weight.t(), bias), shares_weight=True,
+    return WeightForm(functional.linear, (weight, bias), _add_dense_product, (weight.t(), bias), shares_weight=True,
                       matrix=stored)
 
 
-def _add_plain_product(x: torch.Tensor, residual: torch.Tensor, transposed: torch.Tensor,
+def _add_dense_product(x: torch.Tensor, residual: torch.Tensor, transposed: torch.Tensor,
                        bias: torch.Tensor | None) -> torch.Tensor:
     if bias is not None:
         residual.add_(bias)

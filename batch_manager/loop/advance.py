@@ -37,8 +37,7 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
 
     requests   requests of the batch at its launch, in batch order; ended requests are skipped, even if another request
                has their slot now
-    void       requests with void rows, which are skipped as well. A void row is a row of a step that ran on the
-               missing results of a failed step
+    void       requests with void rows, which are skipped as well
     may_have_ended   False: no request has ended since the launch; True: some may have
 
     Mutates the requests, except ended ones, requests with void rows, and requests whose slots are in `output.failures`.

@@ -18,7 +18,7 @@ from ..handover import ScheduledBatch, StepOutput
 from ..kv.kv_cache_manager import KvCacheManager
 from ..names import ErrorCode, FinishReason
 from ..responses.deliveries import Deliveries
-from ..scheduling.contract import check_plan, plain_plan
+from ..scheduling.contract import check_plan, with_lists
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
 from ..scheduling.starvation import StarvationCheck
 from ..scheduling.waiting import waiting_reasons
@@ -204,7 +204,7 @@ class GenerationLoop:
             with self._in_scheduler:
                 plan = self.scheduler.schedule_request(active, blocked)
                 what = "reading its plan"
-                plan = plain_plan(plan, len(active))
+                plan = with_lists(plan, len(active))
                 if self._pauses_in_flight(plan):
                     return None    # read the step first: requests may end in it, and the pause may become unnecessary
                 check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)

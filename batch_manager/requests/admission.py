@@ -223,7 +223,7 @@ class Admission:
         twin._in_request = Guard().raising("reading a request", KeyboardInterrupt)
         return twin
 
-    def plain_request(self, request_id: int, prompt: list[int], output_len: int) -> LlmRequest | None:
+    def bare_request(self, request_id: int, prompt: list[int], output_len: int) -> LlmRequest | None:
         """Return the request that `admit` makes of an item with a prompt, an output length and nothing else.
 
         Returns None if `admit` refuses the item or cuts its output, and with static batching. Does not check the

@@ -20,7 +20,7 @@ from .tensors import build_beam_response, build_response, streamed_token_builder
 class Delivery:
     """The response values of one live request. Optional values are kept only if the request asked for them.
 
-    is_plain            the request asked for tokens only
+    tokens_only         the request asked for tokens only
     num_sent            number of generated tokens already streamed
     log_probs           log-probability of each generated token not sent yet
     cum_log_prob        sum of the log-probabilities of all generated tokens
@@ -34,7 +34,7 @@ class Delivery:
     """
 
     options: ResponseOptions
-    is_plain: bool
+    tokens_only: bool
     num_sent: int = 0
     log_probs: list[float] = field(default_factory=list)
     cum_log_prob: float = 0.0
@@ -68,7 +68,7 @@ class Deliveries:
         options = admitted.response
         asks = options.asks_for_more
         request_id = admitted.request.request_id
-        self._deliveries[request_id] = delivery = Delivery(options, is_plain=not asks)
+        self._deliveries[request_id] = delivery = Delivery(options, tokens_only=not asks)
         if admitted.request.beam_width > 1:
             delivery.beams = BeamDelivery(admitted.request.beam_width, keeps_log_probs=options.return_log_probs,
                                           keeps_logits=options.return_generation_logits)
@@ -101,7 +101,7 @@ class Deliveries:
         """
         delivery = self.listeners[request.request_id]
         options = delivery.options
-        if not delivery.is_plain:
+        if not delivery.tokens_only:
             if options.return_log_probs:
                 assert output.log_probs is not None    # steps/output_check.py ensures it
                 log_probs = output.log_probs[start:stop].tolist()
@@ -143,7 +143,7 @@ class Deliveries:
             request_id = request.request_id
             delivery, tokens = listeners[request_id], request.tokens[0]
             num_generated = len(tokens) - request.orig_prompt_len
-            if delivery.is_plain and num_generated - delivery.num_sent == 1:
+            if delivery.tokens_only and num_generated - delivery.num_sent == 1:
                 tensors = build(tokens[-1])
             else:
                 tensors = self.response(request, delivery, FinishReason.NOT_FINISHED)
@@ -174,7 +174,7 @@ class Deliveries:
         them again. Those of beams are not removed, because a request with beams has a single response.
         """
         options, tokens, prompt_len = delivery.options, request.tokens[0], request.orig_prompt_len
-        if delivery.is_plain:
+        if delivery.tokens_only:
             if options.is_streaming:
                 return build_response(options, (), tokens[prompt_len + delivery.num_sent:], reason,
                                       to_tensor=self._to_tensor)

@@ -15,7 +15,7 @@ from .interfaces import RequestList, SchedulerOutput
 Thing = TypeVar("Thing")
 
 
-def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
+def with_lists(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     """Return the plan with its requests and chunk sizes converted to lists.
 
     Each container is iterated over once. The checked plan is therefore the executed plan, even if a user's container
@@ -31,16 +31,16 @@ def plain_plan(plan: SchedulerOutput, num_active: int) -> SchedulerOutput:
     if (type(plan) is SchedulerOutput and plan.chunk_sizes is None is plan.draft_lengths
             and type(contexts) is type(generation) is type(paused) is list):
         return plan                                             # the usual case
-    contexts, generation, paused = (plain_list(named, num_active) for named in (contexts, generation, paused))
+    contexts, generation, paused = (as_list(named, num_active) for named in (contexts, generation, paused))
     # Sums of narrow numpy integers would overflow.
     chunk_sizes, draft_lengths = (
         None if numbers is None else [int(number) if isinstance(number, Integral) and not isinstance(number, bool)
-                                      else number for number in plain_list(numbers, len(contexts))]
+                                      else number for number in as_list(numbers, len(contexts))]
         for numbers in (plan.chunk_sizes, plan.draft_lengths))
     return SchedulerOutput(contexts, generation, paused, chunk_sizes, draft_lengths)
 
 
-def plain_list(things: Iterable[Thing], most: int) -> list[Thing]:
+def as_list(things: Iterable[Thing], most: int) -> list[Thing]:
     """Return `things` itself if it is a list, and otherwise a list of its first `most` + 1 items."""
     return things if type(things) is list else list(islice(things, most + 1))
 

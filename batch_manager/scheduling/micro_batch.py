@@ -48,7 +48,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         if inflight_request_ids:
             fitting_requests = [request for request in fitting_requests
                                 if request.request_id not in inflight_request_ids]
-        if self._is_plain_generation(fitting_requests):
+        if self._only_generates(fitting_requests):
             taken = min(len(fitting_requests), self.max_batch_size)
             return contexts, fitting_requests[:taken if taken <= budget else int(budget)]
         for request in fitting_requests:
@@ -85,7 +85,7 @@ class TokenBudgetScheduler(MicroBatchScheduler):
         return contexts, generation, [chunk_of[request] for request in contexts]
 
     @staticmethod
-    def _is_plain_generation(requests: RequestList) -> bool:
+    def _only_generates(requests: RequestList) -> bool:
         """Whether each request takes exactly one token and no request has an adapter.
 
         This is the common case, for which `schedule` has a shortcut.

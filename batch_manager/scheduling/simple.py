@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..errors import SchedulerContractError, counted, type_name
-from .contract import plain_list
+from .contract import as_list
 from .interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, RequestScheduler, SchedulerOutput
 
 
@@ -27,7 +27,7 @@ class SimpleScheduler(RequestScheduler):
         if any(elsewhere):
             raise SchedulerContractError(self.capacity_scheduler, "schedule_request returned three lists, and the "
                                                                   "second has requests; expected it to be empty")
-        fitting = plain_list(fitting, len(active_requests))
+        fitting = as_list(fitting, len(active_requests))
         context, generation, *sizes = _returned_by(
             self.micro_batch_scheduler, "schedule", self.micro_batch_scheduler.schedule(fitting, inflight_request_ids),
             (2, 3, 4), "(context requests, generation requests[, chunk sizes[, draft lengths]])")

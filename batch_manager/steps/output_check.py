@@ -119,11 +119,11 @@ class StepOutputCheck:
         the output propagate.
         """
         expected = batch.yielding if batch.context else batch.generation.slots    # the usual case without a call
-        if not self._is_plain(batch, output, expected, requested):
+        if not self._has_no_extras(batch, output, expected, requested):
             output = self._converted(batch, output, expected, requested)
         return self._without_invalid_tokens(output)
 
-    def _is_plain(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
+    def _has_no_extras(self, batch: ScheduledBatch, output: StepOutput, expected: np.ndarray,
                   requested: Mapping[int, RequestedValues]) -> bool:
         """Whether no sequence requests values besides tokens, and the output has the right types and slots and contains
         only tokens and finish codes.

@@ -139,8 +139,6 @@ class Resources:
         """Undo the claims of a step for the requests with void rows. These requests return to their state before
         the step. The KV cache entries that the step writes for these requests are cleared.
 
-        A void row is a row of the step that ran on the missing results of a failed step.
-
         requests   requests of the batch, in its order
         void       the requests with void rows; none of them starts in this step
         """

@@ -113,7 +113,7 @@ class StepWindow:
         """Wait for the oldest step, rerun it if it failed, and return it with its output. Raises DeviceLostError.
 
         Two kinds of rows may be missing from the output or have any content: rows of requests that have ended since
-        the launch, and void rows. A row is void if it was computed from missing results of an earlier, failed step.
+        the launch, and void rows.
         """
         flight = self._steps.popleft()
         output = self._runner.read(flight.step)

@@ -111,7 +111,7 @@ class LeanLoop:
         output_len = int(self._traffic.output_tokens[index])
         if not self._has_tokens:
             prompt = [TOKEN] * int(self._traffic.input_tokens[index])
-            if (request := self._admission.plain_request(index, prompt, output_len)) is not None:
+            if (request := self._admission.bare_request(index, prompt, output_len)) is not None:
                 return request
         admitted = self._admission.admit(inference_request(self._traffic, index, arrived_at_s))
         for warning in admitted.warnings:
