@@ -63,7 +63,7 @@ class Head:
             stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight,
                            weights.tensor(f"{prefix}.bias", (rows,)) if bias else None)
         # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.
-        if scale is not None and is_compiled(stored.weight, context) and frexp(scale)[0] == 0.5:
+        if scale is not None and is_compiled(stored, context) and frexp(scale)[0] == 0.5:
             biases = None if stored.bias is None else stored.bias * scale
             stored, scale = Dense(stored.weight * scale, biases), None
         form = make_weight_form(stored, context)

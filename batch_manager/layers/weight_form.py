@@ -39,9 +39,10 @@ class WeightForm:
     matrix: PackedMatrix | Dense | None = None
 
 
-def is_compiled(weight: torch.Tensor, context: LayerContext) -> bool:
-    """Whether `make_weight_form` copies the weight to a PackedMatrix, for the compiled step."""
-    return context.compiled_step and not context.deterministic and weight.dtype in COMPILED_TYPES
+def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
+    """Whether `make_weight_form` copies the matrix to a PackedMatrix, for the compiled step."""
+    return (context.compiled_step and not context.deterministic and isinstance(stored, Dense)
+            and stored.weight.dtype in COMPILED_TYPES)
 
 
 def make_weight_form(stored: StoredMatrix, context: LayerContext) -> WeightForm:
@@ -68,7 +69,7 @@ def _add_dense_product(x: torch.Tensor, residual: torch.Tensor, transposed: torc
 
 def _in_panels(stored: Dense, context: LayerContext) -> WeightForm | None:
     """Return the form of a matrix that is packed for the compiled step, see recording.py."""
-    if not is_compiled(stored.weight, context):
+    if not is_compiled(stored, context):
         return None
     matrix = PackedMatrix(stored.weight, stored.bias)
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
