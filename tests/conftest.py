@@ -43,7 +43,6 @@ LONGEST_FILES = (
     "interleaving/test_interleavings.py",
     "deterministic/test_differential.py",
     "compiled/test_products.py",
-    "integration/test_feature_mixtures.py",
     "runtime/test_attention_windows.py",
     "attention/test_torch_paged.py",
     "benchmarks/tests/test_gpu_report.py",

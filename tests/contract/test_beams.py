@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from batch_manager import (
-    ContextChunkingPolicy,
     FinishReason,
     KvCacheConfig,
     RequestScheduler,
     SchedulerPolicy,
-    TrtGptModelType,
 )
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockCopy, RowFailure
@@ -23,7 +21,6 @@ from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.testing.scripted_backend import ScriptedBackend, expected_candidates
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
-FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
 VOCAB = 23
 END, LENGTH = FinishReason.END_ID, FinishReason.LENGTH
 
@@ -116,45 +113,18 @@ def paused(world):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("policy", "options"), [
-    (MAX, {}),
-    (GUARANTEED, {}),
-    (MAX, {"enable_chunked_context": True, "max_num_tokens": 12}),
-    (GUARANTEED, {"enable_chunked_context": True, "max_num_tokens": 12,
-                  "context_chunking_policy": ContextChunkingPolicy.EQUAL_PROGRESS}),
-    (MAX, {"enable_trt_overlap": True}),
-    (GUARANTEED, {"enable_trt_overlap": True}),
-    (MAX, {"model_type": SPLIT}),
-    (MAX, {"model_type": V1}),
-], ids=str)
-def test_requests_of_any_widths_get_what_each_would_get_alone(make_world, new_request, policy, options, seed):
+@pytest.mark.parametrize("policy", [MAX, GUARANTEED])
+def test_requests_of_any_widths_get_what_each_would_get_alone(make_world, new_request, policy, seed):
     """Requests of different beam widths get the results of the oracle, although the pool is too small for all of them.
 
-    `World.step` audits the pool after every iteration.
+    `World.step` audits the pool after every iteration. tests/matrix combines beams with the other features.
     """
     world = make_world(policy=policy, backend={"num_blocks": 26, "tokens_per_block": 4, "vocab_size": VOCAB},
-                       max_beam_width=4, **options)
+                       max_beam_width=4)
     asked, world.client.pending = random_requests(new_request, 14, seed)
     world.run()
     assert assert_right(world, asked) > 0
-    if options.get("model_type") is not V1:    # V1 pauses no request
-        assert (paused(world) > 0) == (policy is MAX)
-
-
-@pytest.mark.parametrize("policy", [MAX, GUARANTEED])
-@pytest.mark.parametrize("chunked", [False, True])
-def test_beams_reuse_prompts_and_their_prompts_are_reused(make_world, new_request, policy, chunked):
-    world = make_world(policy=policy, backend={"num_blocks": 24, "tokens_per_block": 4, "vocab_size": VOCAB},
-                       max_beam_width=4, kv_cache_config=KvCacheConfig(enable_block_reuse=True), max_batch_size=3,
-                       enable_chunked_context=chunked, max_num_tokens=16 if chunked else 64)
-    asked, _ = random_requests(new_request, 16, 7)
-    asked = {i: ([3, 1, 4, 1, 5, 9, 2, 6][:8 - i % 3] + prompt[:i % 6], count, options)
-             for i, (prompt, count, options) in asked.items()}
-    world.client.pending = [new_request(i, prompt, count, return_log_probs=True, **options)
-                            for i, (prompt, count, options) in asked.items()]
-    world.run()
-    assert_right(world, asked)
-    assert json.loads(world.client.stats[-1])["Reused KV cache blocks"] > 5
+    assert (paused(world) > 0) == (policy is MAX)
 
 
 def test_beams_give_the_blocks_back_that_leave_the_window(make_world, new_request):

@@ -137,10 +137,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", WAYS)
-def test_every_response_is_that_of_lockstep(make_world, new_request, way, seed):
-    lockstep, ahead = run_both(make_world, partial(mixed, new_request, seed), **WAYS[way])
+def test_every_response_is_that_of_lockstep(make_world, new_request, way):
+    lockstep, ahead = run_both(make_world, partial(mixed, new_request, 0), **WAYS[way])
     assert all(final.error == "" for i in range(12) for final in ahead.client.finals(i))
     assert sum(json.loads(record)["Generated Tokens"] for record in ahead.client.stats) == sum(
         json.loads(record)["Generated Tokens"] for record in lockstep.client.stats)

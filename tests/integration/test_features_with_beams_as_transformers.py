@@ -256,15 +256,3 @@ def test_a_step_that_raised_is_run_again_in_parts(
     client = new_client()
     serve(make_manager, client, new_request, llama, llama_questions)
     assert_beams(client, llama, llama_questions)
-
-
-def test_deterministic_beams_with_features_are_the_same_bits_alone_and_among_others(
-        make_manager, new_client, new_request, llama, llama_questions):
-    def bits(**options):
-        client = new_client()
-        serve(make_manager, client, new_request, llama, llama_questions, deterministic=True, **options)
-        return [[client.final(i).tensors[name].tobytes()
-                 for name in ("output_ids", "output_log_probs", "cum_log_probs")] for i in llama_questions]
-
-    assert bits(max_batch_size=1) == bits(policy=MAX, enable_chunked_context=True, max_num_tokens=32,
-                                          kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=8 * 24))

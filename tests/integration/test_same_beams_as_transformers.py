@@ -152,26 +152,6 @@ def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_
     assert records[-1]["Failed Steps"] > 5
 
 
-def test_deterministic_beams_are_the_same_bits_alone_and_among_others(make_manager, new_client, new_request, llama):
-    asked = questions(211, [3, 1, 3, 2, 4])
-
-    def run_all(**options):
-        client = new_client()
-        client.pending = [new_request(i, prompt, count, beam_width=width, return_log_probs=True)
-                          for i, (prompt, count, width, *_) in asked.items()]
-        make_manager(client, model_path=llama.folder, num_threads=1, max_beam_width=4, deterministic=True, **options)
-        client.wait_for_finals(*asked)
-        return [[client.final(i).tensors[name].tobytes()
-                 for name in ("output_ids", "output_log_probs", "cum_log_probs")]
-                for i in asked]
-
-    cache = KvCacheConfig(tokens_per_block=8, max_tokens=2000)
-    alone = run_all(max_batch_size=1, kv_cache_config=cache)
-    assert alone == run_all(max_batch_size=8, kv_cache_config=cache)
-    assert alone == run_all(max_batch_size=8, policy=MAX, enable_chunked_context=True, max_num_tokens=16,
-                            kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=24 * 8))
-
-
 def test_returned_logits_are_those_each_token_was_drawn_from(
         make_manager, new_client, new_request, llama, llama_reference):
     asked = questions(211, [3, 1, 4, 2])

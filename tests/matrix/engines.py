@@ -356,12 +356,15 @@ class Verdict:
     near_ties: int = 0
 
 
-def judge(engines: Engines, letters: str, seed: int, model: str) -> Verdict:
-    """Run one world with the features of `letters`, and compare it with what the table says about them."""
+def judge(engines: Engines, letters: str, seed: int, model: str, *, exact: bool = False) -> Verdict:
+    """Run one world with the features of `letters`, and compare it with what the table says about them.
+
+    exact   see World
+    """
     letters = "".join(dict.fromkeys(letters))
     pair = letters if len(letters) > 1 else 2 * letters
     mark, says = MARKS.get(pair, "="), REASONS[pair].says if pair in REASONS else ""
-    world = World(letters, seed, model)
+    world = World(letters, seed, model, exact=exact)
     with warnings_of_the_engine() as told:
         try:
             run = engines.together(world)

@@ -103,10 +103,10 @@ class Pause(Feature):
 
     def engine(self, world: "World", draw: Random) -> None:
         world.options["policy"] = SchedulerPolicy.MAX_UTILIZATION
-        world.is_tight = True
+        world.is_tight, world.block = True, min(world.block, 8)
 
     def request(self, ask: "Ask", world: "World", draw: Random) -> None:
-        ask.count = max(ask.count, 2 * world.block + draw.randint(4, 12))
+        ask.count, ask.is_long = max(ask.count, world.block + draw.randint(6, 14)), draw.random() < 0.8
 
     def proof(self, run: "Run") -> set[int]:
         return {request_id for iteration in run.trace for request_id in iteration.paused}

@@ -1,4 +1,4 @@
-"""T20: each feature with each other: every request gets what it gets alone, or the pair is refused by name.
+"""T20, C13: each feature with each other: every request gets what it gets alone, or the pair is refused by name.
 
 A cell runs worlds until both features took effect in one request, at most MOST_WORLDS. A bug that is planted in a
 feature makes at least one of its cells wrong.
@@ -14,13 +14,16 @@ from .pairs import MARKS, ORDER, REASONS, all_pairs, mixtures, page
 from .world import MODELS, SCRIPTED, World
 
 MOST_WORLDS = 5
-MIXTURES = ("CRPWBA", "CPWNBA", "CRPWGA", "PWNGA", "WNBV", "WNGV")
+# (features, model, whether it is compared bit by bit, with `deterministic` on a model)
+MIXTURES = [("CRPWBA", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPB", "llama", True),
+            ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "two calls a step", "host blocks", "more active requests than a step has",
          "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority", "cache_salt", "return_context_logits",
          "return_generation_logits", "return_top_log_probs", "raw_log_probs", "return_perf_metrics", "end_id",
          "input_token_extra_ids", "prompt_embedding_table", "temperature", "repetition_penalty", "stop_words_list",
-         "no_repeat_ngram_size", "bad_words_list", "min_length", "presence_penalty", "embedding_bias")
+         "no_repeat_ngram_size", "bad_words_list", "min_length", "presence_penalty", "embedding_bias",
+         "frequency_penalty", "runtime_top_p", "runtime_top_p_decay", "runtime_min_p", "runtime_top_k")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +35,14 @@ def can_run(letters: str, model: str) -> bool:
     return model != SCRIPTED or not any(FEATURES[letter].needs_model for letter in letters)
 
 
+def skip_without_extras(letters: str, model: str) -> None:
+    for name in (*(["torch"] if model != SCRIPTED else []), *(["llguidance", "tokenizers"] if "G" in letters else [])):
+        pytest.importorskip(name)
+
+
 def run_cell(engines: Engines, letters: str, model: str) -> tuple[str, int]:
     """Return (what is wrong, number of requests for which all features took effect)."""
-    if model != SCRIPTED:
-        pytest.importorskip("torch")
-    if "G" in letters:
-        pytest.importorskip("llguidance")
-        pytest.importorskip("tokenizers")
+    skip_without_extras(letters, model)
     met = 0
     for seed in range(MOST_WORLDS):
         verdict = judge(engines, letters, seed, model)
@@ -58,10 +62,11 @@ def test_a_pair_is_equal_to_alone_or_refused(engines, pair, model):
     assert met, f"the two features of {pair} never took effect in one request"
 
 
-@pytest.mark.parametrize("letters", MIXTURES)
-def test_a_mixture_is_equal_to_alone(engines, letters):
+@pytest.mark.parametrize("letters, model, exact", MIXTURES)
+def test_a_mixture_is_equal_to_alone(engines, letters, model, exact):
     assert letters in mixtures(len(letters))
-    verdict = judge(engines, letters, 0, "llama" if "G" in letters else SCRIPTED)
+    skip_without_extras(letters, model)
+    verdict = judge(engines, letters, 0, model, exact=exact)
     assert not verdict.wrong, verdict.wrong
 
 

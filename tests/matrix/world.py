@@ -22,8 +22,9 @@ VOCAB = {SCRIPTED: 40, "llama": 211, "gemma3": 211}
 END_OF_A_GRAMMAR = 1
 MAX_SEQ_LEN = 120
 # How many requests use all features, one of them, none. A request to a model takes ten times as long.
-SIZES = {SCRIPTED: (6, 3, 3), "llama": (4, 2, 2), "gemma3": (4, 2, 2)}
-SAMPLING = ("runtime_top_p", "random_seed", "temperature", "runtime_top_k")
+SIZES = {SCRIPTED: (6, 3, 3), "llama": (4, 1, 1), "gemma3": (4, 1, 1)}
+SAMPLING = ("runtime_top_p", "random_seed", "temperature", "runtime_top_k", "runtime_min_p")
+ENDS = ("end_id", "stop_words_list")
 OF_FEATURES = ("return_log_probs", "beam_width", "len_penalty", "early_stopping")    # not drawn by themselves
 
 
@@ -33,6 +34,7 @@ class Ask:
 
     has       letters of the features that it uses
     trunk     number of first tokens that it has in common with other prompts
+    is_long   whether nothing ends its output early
     pattern   regular expression of its grammar; "": none
     fate      "": it runs; "stopped", "fails" or "refused"
     """
@@ -43,6 +45,7 @@ class Ask:
     count: int
     has: frozenset[str] = frozenset()
     trunk: int = 0
+    is_long: bool = False
     pattern: str = ""
     is_batched: bool = False
     fate: str = ""
@@ -145,12 +148,10 @@ class World:
         ask.prompt = (trunk[:ask.trunk] + own)[:MAX_SEQ_LEN - ask.count]
         tensors = ask.tensors
         tensors["return_log_probs"] = True
-        if ask.pattern:
+        if ask.pattern:                        # nothing else may forbid what the grammar asks for
             tensors |= {"end_id": END_OF_A_GRAMMAR} | {name: style[name] for name in style if name in SAMPLING}
-        elif ask.width == 1:
-            tensors |= style
-        elif "end_id" in style:
-            tensors["end_id"] = style["end_id"]
+        else:
+            tensors |= {name: value for name, value in style.items() if not (ask.is_long and name in ENDS)}
         for name, value, share, holds in (
                 ("return_context_logits", True, 0.12, not ask.trunk),
                 ("return_generation_logits", True, 0.2, True),
@@ -174,19 +175,21 @@ class World:
         self.drawn |= {name for name in (*tensors, *ask.options) if name not in OF_FEATURES}
 
     def _draw_style(self, draw: Random) -> dict[str, Any]:
-        """Return tensors of sampling, the same for several requests, as a static batch needs it."""
+        """Return sampling tensors. Several requests have the same, so that static batches of several requests form."""
         ids = draw.sample(range(2, self.vocab), 8)
         style: dict[str, Any] = {"end_id": ids[:1] if self.is_scripted else ids}
         if draw.random() < 0.4:
             style |= {"runtime_top_p": 0.9, "random_seed": draw.getrandbits(63)}
-            if not self.is_scripted:
-                style |= {"temperature": 0.8, "runtime_top_k": 30}
-        if not self.is_scripted:
-            style |= draw.choice([
-                {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"bad_words_list": [[7], [8, 9]]},
-                {"stop_words_list": [[token] for token in ids[2:7]]}, {"min_length": 4},
-                {"presence_penalty": 0.4, "frequency_penalty": 0.2}])
-            if "V" not in self.letters and draw.random() < 0.2:
-                style["embedding_bias"] = np.random.default_rng(draw.getrandbits(32)).normal(size=self.vocab).astype(
-                    np.float32)
+        if self.is_scripted:
+            return style
+        offers: dict[str, Any] = {
+            "temperature": 0.8, "runtime_top_k": 30, "runtime_min_p": 0.02, "repetition_penalty": 1.3,
+            "presence_penalty": 0.4, "frequency_penalty": 0.2, "no_repeat_ngram_size": 2, "min_length": 4,
+            "bad_words_list": [[7], [8, 9]], "stop_words_list": [[token] for token in ids[2:7]]}
+        style |= {name: value for name, value in offers.items() if draw.random() < 0.2}
+        if "runtime_top_p" in style and draw.random() < 0.3:
+            style |= {"runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.2, "runtime_top_p_reset_ids": ids[0]}
+        if "V" not in self.letters and draw.random() < 0.2:
+            noise = np.random.default_rng(draw.getrandbits(32)).normal(size=self.vocab)
+            style["embedding_bias"] = noise.astype(np.float32)
         return style
