@@ -124,6 +124,7 @@ def test_ranks_of_a_gguf_file(family, kind, options, tmp_path):
      "the model is split over 4 processes, and num_heads of LlamaForCausalLM is 6; expected a multiple of 4"),
     ({"num_key_value_heads": 1}, {}, ConfigError, "num_kv_heads of LlamaForCausalLM is 1; expected a multiple of 4"),
     ({"intermediate_size": 62}, {}, ConfigError, "intermediate_size of LlamaForCausalLM is 62; expected a multiple"),
+    ({}, {"deterministic": True}, ConfigError, "deterministic is True, and the model is split over 4 processes"),
     ({}, {"model_implementation": "transformers"}, ConfigError, "split over 4 processes, and its class is "),
     ({"architectures": ["OwnForRanks"]}, {}, ConfigError, "split over 4 processes, and its class is Own; expected"),
     ({"quantization_config": {"quant_method": "awq"}}, {}, ModelLoadError, "quantization_config is")])
