@@ -133,7 +133,7 @@ def test_a_wheel_runs_compiled_steps_without_a_compiler(wheel_file, wheel, tmp_p
 from batch_manager.extras.llm import LLM
 import batch_manager
 with LLM(MODEL, device="cpu", cpu_compile=True) as llm:
-    tokens = llm.generate([[5]], max_tokens=4)[0].tokens
+    tokens = llm.generate([[5]], max_tokens=4, temperature=0)[0].tokens
     print(batch_manager.__file__, llm.info.dispatch, repr(llm.info.not_compiled), len(tokens))
 """.replace("MODEL", repr(str(REPOSITORY / "examples/models/austen-4m")))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path,
