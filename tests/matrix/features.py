@@ -103,7 +103,7 @@ class Pause(Feature):
 
     def engine(self, world: "World", draw: Random) -> None:
         world.options["policy"] = SchedulerPolicy.MAX_UTILIZATION
-        world.is_tight, world.block = True, min(world.block, 8)
+        world.is_tight = True
 
     def request(self, ask: "Ask", world: "World", draw: Random) -> None:
         ask.count, ask.is_long = max(ask.count, world.block + draw.randint(6, 14)), draw.random() < 0.8
@@ -230,10 +230,12 @@ class Grammar(Feature):
     letter, name, page = "G", "grammar", "requests.md#logits-of-your-own"
     defines_output = needs_model = True
     patterns = ("(yes|no)[a-z]{2,8}!", "[0-9]{2,9}(,[0-9]{1,3}){0,2}", "[A-C]([a-z]x){1,6}")
+    long_patterns = ("[a-f]{22,30}!", "[0-9]([A-Z][0-9]){10,14}")
 
     def request(self, ask: "Ask", world: "World", draw: Random) -> None:
-        ask.pattern, ask.is_batched = draw.choice(self.patterns), draw.random() < 0.6
-        ask.count = max(ask.count, 18)
+        is_long = "P" in ask.has             # a short output ends before the pool is full
+        ask.pattern = draw.choice(self.long_patterns if is_long else self.patterns)
+        ask.count, ask.is_batched = max(ask.count, 32 if is_long else 18), draw.random() < 0.6
 
     def proof(self, run: "Run") -> set[int]:
         return {ask.id for ask in run.world.asks if ask.pattern

@@ -106,10 +106,10 @@ alone.
 
 *Alone* is an engine that runs one request at a time, with the window, the sinks, the beams and the grammar that the
 request asks for, and none of the others. Options that are no capability are drawn at random for each run: both
-policies, both chunking policies, block sizes, overlap, one or two calls a step, host blocks, partial reuse,
-`deterministic`, streams, priorities, cache salts, sampling parameters, end ids and stop words, prompt tables and
-returned values. In each run, one request is stopped and one fails. [Campaign T20](contract.md#suites) also combines
-three features and more.
+policies, both chunking policies, block sizes, compiled steps, overlap, one or two calls a step, host blocks, partial
+reuse, `deterministic`, streams, priorities, cache salts, sampling parameters, end ids and stop words, prompt tables
+and returned values. In each run, one request is stopped and one fails. [Campaign T20](contract.md#suites) also
+combines three features and more.
 
 {reasons}
 """

@@ -18,8 +18,9 @@ MOST_WORLDS = 5
 MIXTURES = [("CRPWBA", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPB", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False)]
 # What worlds draw, besides features. Each must occur in many cells.
-DRAWN = ("overlap", "deterministic", "two calls a step", "host blocks", "more active requests than a step has",
-         "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority", "cache_salt", "return_context_logits",
+DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
+         "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",
+         "cache_salt", "return_context_logits",
          "return_generation_logits", "return_top_log_probs", "raw_log_probs", "return_perf_metrics", "end_id",
          "input_token_extra_ids", "prompt_embedding_table", "temperature", "repetition_penalty", "stop_words_list",
          "no_repeat_ngram_size", "bad_words_list", "min_length", "presence_penalty", "embedding_bias",
