@@ -217,9 +217,9 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
     refuse_code(config, is_shipped=shipped)
     spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
-    check_spec(config, spec, model_class.__name__, is_shipped=shipped)
     named = {*getattr(model_class, "understands", ()), *getattr(model_class, "ignores", ())}
     refuse_unread_fields(config, named, is_shipped=shipped)
+    check_spec(config, spec, model_class.__name__, is_shipped=shipped)
     return model_class, spec
 
 
