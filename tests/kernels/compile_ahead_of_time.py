@@ -196,8 +196,8 @@ def sampling():
     sample_token(logits, numbers, integers(8), numbers, tensor(8, dtype=torch.int64), integers(8))
 
 
-def plain_step():
-    """Launch the kernels that a plain step launches before and after its layers; see runtime/forms/fixed/inputs.py.
+def fixed_step():
+    """Launch the kernels that a step at fixed addresses launches before and after its layers; see fixed/launches.py.
 
     The launches are first those of a step with random sampling, and then those of a greedy step.
     """
@@ -302,7 +302,7 @@ CASES = {
     "norms 4096": lambda: norms(4096),
     "activations": activations,
     "sampling": sampling,
-    "plain step": plain_step,
+    "fixed step": fixed_step,
     "bitmask": bitmask,
     "histories": histories,
     "beams 8": lambda: beams(8),

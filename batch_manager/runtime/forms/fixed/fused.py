@@ -59,10 +59,7 @@ class FusedBody:
         return registers[self._recording.result]
 
     def _prepare(self, num_rows: int) -> list[tuple[Launch, list[int]]]:
-        """Return (launch, buffers that no later launch uses) for each launch of a step of num_rows rows.
-
-        The buffers, called registers, are given by index.
-        """
+        """Return (launch, registers that no later launch uses) for each launch of a step of num_rows rows."""
         steps = self._steps(num_rows)
         last_use = {register: index for index, step in enumerate(steps) for register in _touched_by(step)}
         return [(_launch(step, self._recording.widths, self._device),
@@ -156,7 +153,7 @@ def _fused_launch(step: FusedProduct, device: torch.device) -> Launch:
 
 
 def _reader(rows: Rows, widths: list[int]) -> Callable[[Registers], torch.Tensor]:
-    """Return a function that takes all registers (the buffers of a step) and returns the columns in `rows`.
+    """Return a function that takes all registers and returns the columns in `rows`.
 
     The result has the shape [r, width], or [r, heads, size] if the columns are divided into heads.
     """

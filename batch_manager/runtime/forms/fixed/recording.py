@@ -73,10 +73,7 @@ Operation = Norm | Product | Activation | Sum | Attend
 
 
 def is_whole(rows: Rows, widths: list[int]) -> bool:
-    """Whether `rows` have all columns of their register and are not divided into heads.
-
-    A register is a buffer with one row for each token of a step.
-    """
+    """Whether `rows` have all columns of their register and are not divided into heads."""
     return rows.heads is None and rows.width == widths[rows.register]
 
 
@@ -101,8 +98,6 @@ def written_by(operation: Operation) -> list[int]:
 @dataclass(slots=True)
 class LaunchRecording:
     """The operations of a model's forward, and of its head if the head is recorded too.
-
-    The operations read and write numbered registers, which are buffers with one row for each token of a step.
 
     dtype       dtype of all registers
     operations  the operations in order

@@ -1,6 +1,4 @@
-"""The padded shapes for which graphs of plain steps are captured, and the choice of one for a step. Pure arithmetic.
-
-inputs.py defines plain steps.
+"""The padded shapes for which graphs are captured, and the choice of one for a step. Pure arithmetic.
 
 A padding row costs as much as a real row in matrix products, and nothing elsewhere. The row counts of shapes are
 therefore close together. A generation step has fewer padding rows than real rows. From 8 rows on it has at most
@@ -30,7 +28,7 @@ NO_SIZES: frozenset[tuple[int, int]] = frozenset()
 
 
 class Shape(NamedTuple):
-    """The padded shape of a plain step (see inputs.py).
+    """The padded shape of a step at fixed addresses.
 
     The shape determines the launches of the step, and the addresses and sizes of the step's arrays.
 
