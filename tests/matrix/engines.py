@@ -138,7 +138,7 @@ class Engines:
                 sink=kv.get("sink_token_length", 0), is_asynchronous="A" in world.letters,
                 on_step=FailingRow(failing).on_step, key=world.seed)
             kv["tokens_per_block"] = 8
-            return make_loop(client, backend=backend, parts=parts, exclude_input=True,
+            return make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
                              kv_cache_config=KvCacheConfig(**kv), **options)
         kv |= {"max_tokens": world.num_blocks * world.block, "host_cache_size": world.host_blocks * HOST_BLOCK_BYTES}
         if any(ask.pattern for ask in world.asks):
