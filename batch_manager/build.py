@@ -100,7 +100,7 @@ def _make_backend(arguments: EngineArguments, parts: Parts) -> ModelBackend:
         raise ConfigError("model_path is None", "expected a path, because Parts.backend is not set",
                           "pass the folder of a Hugging Face checkpoint or a .gguf file, or parts=Parts(backend=...)")
     from .runtime import packing
-    from .runtime.native_backend import build_native_backend
+    from .runtime.build_backend import build_native_backend
 
     layout = {TrtGptModelType.V1: packing.padded, TrtGptModelType.InflightBatching: packing.split,
               TrtGptModelType.InflightFusedBatching: packing.packed}[arguments.model_type]

@@ -1,6 +1,7 @@
 """Facts about an engine, for the program that constructed the engine."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .config import Limits
 from .seams import BackendInfo
@@ -28,6 +29,7 @@ class EngineInfo:
                       ...; apt-get install gcc"; "" if they do, and on other devices
     not_captured      why steps are not captured as CUDA graphs and replayed, for example "the device is cpu" or
                       "cuda_graphs is False"; "" if they are, and if a custom backend does not state it
+    absent            name of each form of a step that the engine lacks -> the reason, see docs/steps.md
     """
 
     architecture: str
@@ -45,6 +47,7 @@ class EngineInfo:
     dispatch: str
     not_compiled: str = ""
     not_captured: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, limits: Limits, backend: BackendInfo) -> "EngineInfo":
@@ -54,4 +57,5 @@ class EngineInfo:
             max_seq_len=limits.max_seq_len, max_batch_size=limits.max_batch_size,
             max_num_tokens=limits.max_num_tokens, max_beam_width=limits.max_beam_width, num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block, device=backend.device, dtype=backend.dtype,
-            dispatch=backend.dispatch, not_compiled=backend.not_compiled, not_captured=backend.not_captured)
+            dispatch=backend.dispatch, not_compiled=backend.not_compiled, not_captured=backend.not_captured,
+            absent=dict(backend.absent))

@@ -128,6 +128,7 @@ class GptManager:
         self._loop = loop
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
         control.not_compiled, control.not_captured = self._info.not_compiled, self._info.not_captured
+        control.absent = dict(self._info.absent)
         self._worker = control.worker = threading.Thread(
             target=run_worker, args=(loop, control, params.idle_poll_interval_s),
             name="batch_manager worker", daemon=False)
@@ -196,6 +197,7 @@ class GptManager:
                                unusable value
         not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
         not_captured           as in `info`: why steps on a GPU are not replayed as graphs, which is faster
+        absent                 as in `info`: form of a step that the engine lacks -> the reason
         """
         self._check_process()
         return health_of(self._loop, self._control)

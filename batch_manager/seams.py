@@ -1,6 +1,7 @@
 """The protocols of replaceable parts. They are structural: a part implements the methods and need not inherit."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .errors import ConfigError
@@ -32,6 +33,7 @@ class BackendInfo:
     model_implementation  origin of the model class: "native", "transformers", or "" if unknown
     not_compiled          why steps on a CPU do not run as compiled code; "" if they do, and on other devices
     not_captured          why steps are not captured as CUDA graphs and replayed; "" if they are
+    absent                name of a form of a step -> why the backend lacks it, see docs/steps.md
     max_draft_tokens      most draft tokens of a sequence that a step verifies; 0: none
 
     Raises ConfigError for a value of the wrong type or out of range.
@@ -56,6 +58,7 @@ class BackendInfo:
     model_implementation: str = ""
     not_compiled: str = ""
     not_captured: str = ""
+    absent: Mapping[str, str] = field(default_factory=dict, hash=False)
     max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:

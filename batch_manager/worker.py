@@ -55,6 +55,7 @@ class WorkerControl:
         self.worker: threading.Thread | None = None
         self._claimed_by: dict[str, int] = {}
         self.not_compiled = self.not_captured = ""         # as in EngineInfo
+        self.absent: dict[str, str] = {}                   # likewise
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
@@ -129,6 +130,7 @@ def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = 
         "callback_failures": dict(loop.callbacks.failures),
         "not_compiled": control.not_compiled,
         "not_captured": control.not_captured,
+        "absent": dict(control.absent),
     }
 
 

@@ -33,9 +33,7 @@ from .slots import (
     STAGES,
     STOP_WORDS,
     SamplingRows,
-    Send,
     SlotState,
-    share,
 )
 from .stages import Stages, default_stages
 from .stop import StopWords
@@ -60,14 +58,12 @@ class GptDecoder:
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
                     of rows, and the decoder therefore processes each row and the beams of each sequence separately.
                     Triton's kernels and a plain argmax process rows independently in any case
-    send            function that uploads arrays in one copy. It does not wait for the copy
     """
 
-    def __init__(self, num_slots: int, device: torch.device, own_stages: Sequence[LogitsStage] = (),
-                 deterministic: bool = False, send: Send = share) -> None:
-        self.state = SlotState(num_slots, device, send)
-        self.state.add_columns(SAMPLED_BY)
-        self._post_processors = LogitsPostProcessors(self.state.send)
+    def __init__(self, state: SlotState, own_stages: Sequence[LogitsStage] = (), deterministic: bool = False) -> None:
+        self.state, device = state, state.device
+        state.add_columns(SAMPLED_BY)
+        self._post_processors = LogitsPostProcessors(state.send)
         self.searches = BeamSearches()
         self.history = TokenHistory(self.state)
         self.stages = Stages(default_stages(self.state, own_stages), self.state)
@@ -130,14 +126,10 @@ class GptDecoder:
                            sampled.finite, sampled.log_probs, sampled.emptied, post_processed, asked, returned,
                            sampled.top, beams)
 
-    def needs_only_largest(self, rows: SamplingRows) -> bool:
-        """Whether all rows are greedy and no feature of a row reads logits other than the largest."""
-        return not np.bitwise_or.reduce(self.state.features[rows.slots]) & READS_LOGITS
-
     def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:
         """Return the result of `sample`, computed from the largest logits alone.
 
-        Requires rows for which `needs_only_largest` is true.
+        Requires rows without the features READS_LOGITS: they are greedy and read no logits other than the largest.
 
         tokens    [r] int64: token of the largest logit, the lowest id among equal logits
         largest   [r] float32: the largest logit; NaN if any logit of the row is NaN

@@ -27,7 +27,7 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
                     is rounded once if the form supports it
     shares_weight   whether the form uses the tensor that it was made from, without a copy
-    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledStep, a Dense one for
+    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledForward, a Dense one for
                     kernel launches; None: the form cannot be recorded
     """
 

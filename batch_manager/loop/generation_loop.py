@@ -104,7 +104,7 @@ class GenerationLoop:
         try:
             plan = self._schedule(record)
             batch = self._claim(plan, record)
-            self._start(batch, plan)
+            self._start(batch, plan, record)
             finished = self._finish(batch)
             outcome = self._advance(finished, record)
         except SchedulerContractError as error:
@@ -251,9 +251,11 @@ class GenerationLoop:
         record.kv_cache = self.kv.usage()
         return batch
 
-    def _start(self, batch: ScheduledBatch | None, plan: SchedulerOutput | None) -> None:
+    def _start(self, batch: ScheduledBatch | None, plan: SchedulerOutput | None, record: IterationRecord) -> None:
         if batch is not None and plan is not None:
             self.window.launch(batch, [*plan.context_requests, *plan.generation_requests])
+            if self.reporter.wants_trace:
+                record.form, record.obstacles = self.window.newest_choice()
 
     # finish, advance
 

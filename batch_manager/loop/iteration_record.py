@@ -1,5 +1,6 @@
 """The record of an iteration. The loop fills it while the iteration runs, and the reporter reads it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..kv.kv_cache_manager import KvCacheUsage
@@ -33,6 +34,7 @@ class IterationRecord:
                        requests; -1: unbounded; None without a trace
     end_reasons        reason -> ids of the requests that got their final response; filled for traces only
     waiting            reason -> ids of the active requests that the plan left out; filled for traces only
+    form, obstacles    form of the step, and earlier form -> what kept the step out of it; filled for traces only
     """
 
     number: int
@@ -51,3 +53,5 @@ class IterationRecord:
     room: int | None = None
     waiting: dict[str, tuple[int, ...]] = field(default_factory=dict)
     end_reasons: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    form: str = ""
+    obstacles: Mapping[str, str] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class Reporter:
             tuple([r.request_id for r in plan.paused_requests]), record.finished, record.arrived,
             self._last_started_at, phases_us, record.waiting, queued_requests, kv_cache.live_blocks,
             kv_cache.cached_blocks, kv_cache.free_blocks, record.end_reasons, record.arrived_at_s,
-            record.finished_at_s, record.room, self._settings)
+            record.finished_at_s, record.room, self._settings, record.form, record.obstacles)
         self._settings = {}    # the first trace has them
         hook = self._trace
         assert hook is not None

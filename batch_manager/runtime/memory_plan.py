@@ -15,10 +15,17 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from ..config import KvCacheConfig
 from ..errors import ConfigError, InsufficientMemoryError, counted
+from ..models.spec import ModelSpec
+from ..triton_kernels.attention_scratch import attention_scratch_bytes
+from ..triton_kernels.sample_scratch import scratch_bytes
 
 DEFAULT_CPU_POOL_BYTES = 2 << 30
+FLOAT32_BYTES = 4
+SLOT_BYTES = 64                    # lower bound of a slot's state on the host, without its block table
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,33 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     return MemoryPlan(wanted, block_bytes, (
         f"KV cache of {counted(wanted, 'block')} of {counted(size, 'token')}, {counted(wanted * size, 'token')}, "
         f"{_mib(wanted * block_bytes)}: {reason}"), set_aside)
+
+
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int) -> int:
+    """Return an upper estimate of the bytes that a step allocates.
+
+    A step allocates the hidden states, the intermediate results of one layer, and the float32 logits twice.
+
+    max_rows     largest number of rows of logits in a step: one for each sequence, or for each of its beams
+    processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. The kernel
+                 that samples needs scratch memory for float32 logits. The kernels of attention need scratch memory for
+                 the parts of long sequences
+    """
+    per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
+    rows, scratch = min(max_rows, max_num_tokens), 0
+    if processors:
+        scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(
+            rows, spec.num_heads, spec.num_kv_heads, spec.head_size, dtype.itemsize, processors)
+    return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
+
+
+def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:
+    """Raise InsufficientMemoryError if the state of `num_slots` sequences alone does not fit into free host memory."""
+    if num_slots * SLOT_BYTES > free_bytes:
+        raise InsufficientMemoryError(
+            f"the state of {counted(num_slots, 'sequence')} takes {counted(num_slots * SLOT_BYTES, 'byte')}",
+            f"{free_bytes:,} bytes of host memory are free",
+            "lower max_num_sequences, or max_batch_size if max_num_sequences is unset")
 
 
 def _mib(num_bytes: int) -> str:

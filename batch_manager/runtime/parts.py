@@ -1,7 +1,7 @@
 """What all forms of a step share on the device. Made once, when an engine is built."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,13 @@ from ..attention.interface import Attention
 from ..decoding.decoder import GptDecoder
 from ..decoding.slots import SlotState
 from .block_tables import BlockTables
-from .device.running import Readbacks, Uploads, on_device
+from .device.running import Readbacks, Uploads
 
 # (a form's own number of threads, or None: the engine's) -> a maker of context managers, see thread_count.py
 Threads = Callable[[int | None], Callable[[], AbstractContextManager[None]]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceParts:
     """What all forms of a step share.
 
@@ -28,12 +28,15 @@ class DeviceParts:
     slots        state of each sequence; its features decide which forms serve a step
     decoder      samples from logits, with `slots`
     threads      (a form's own number of threads, or None) -> maker of a context manager for a step, see thread_count.py
-    num_slots    number of sequences in the largest step. `slots` has one more if a form pads steps with a slot
-    vocab_size   number of token ids of the model; prompt-tuning tokens have ids from there on
+    num_threads      threads of a step on a CPU; None: torch's setting
+    num_slots        number of sequences in the largest step. `slots` has one more if a form pads steps with a slot
+    max_beam_width   largest number of beams of a sequence
+    max_seq_len      largest number of tokens of a sequence
+    vocab_size       number of token ids of the model; prompt-tuning tokens have ids from there on
     """
 
     device: torch.device
-    stream: "torch.cuda.Stream | None"
+    stream: torch.Stream | None
     uploads: Uploads
     readbacks: Readbacks
     pool: torch.Tensor
@@ -43,16 +46,9 @@ class DeviceParts:
     decoder: GptDecoder
     attention: Attention
     threads: Threads
+    num_threads: int | None
     num_slots: int
+    max_beam_width: int
+    max_seq_len: int
     vocab_size: int
-
-    @property
-    def tokens_per_block(self) -> int:
-        return self.pool.shape[4]
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager: use the device and the stream, record no gradients, and translate errors, see `on_device`.
-        """
-        with on_device(self.device, self.stream), torch.inference_mode():
-            yield
+    tokens_per_block: int

@@ -84,6 +84,8 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Kernel Dispatch", "text", NOW, "what computes a step: triton, compiled (code on a CPU) or torch"),
     Statistic("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed", always=False),
     Statistic("Compute Threads", "threads", NOW, "of compiled steps", always=False),
+    *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
+      for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)
       for code in ErrorCode),
     *(Statistic(f"Failed {name} Callbacks", "calls", START, "that raised or returned an unusable value",

@@ -55,6 +55,9 @@ class IterationTrace:
                  of the iteration, less the queued requests; -1: any number. None in traces written before this field
                  existed
     settings     name -> value of the limits and policies of the engine, in its first iteration; otherwise empty
+    form         form in which the step was launched, see docs/steps.md; "" if nothing was launched, if the launch
+                 failed, and for a custom backend
+    obstacles    earlier form -> the word for what kept the step out of it
     """
 
     iteration: int
@@ -75,10 +78,12 @@ class IterationTrace:
     finished_at_s: tuple[float, ...] = ()
     room: int | None = None
     settings: Mapping[str, int | str] = field(default_factory=dict)
+    form: str = ""
+    obstacles: Mapping[str, str] = field(default_factory=dict)
 
 
 REQUIRED = frozenset(f.name for f in fields(IterationTrace)) - {"end_reasons", "arrived_at_s", "finished_at_s", "room",
-                                                                "settings"}
+                                                                "settings", "form", "obstacles"}
 
 
 @dataclass(slots=True)
@@ -315,6 +320,8 @@ def _iteration(record: Any) -> IterationTrace:
         finished_at_s=_times(record, "finished"),
         room=_room(record.get("room")),
         settings={name: _setting(name, value) for name, value in _items("settings", record)},
+        form=_word("form", record.get("form", "")),
+        obstacles={name: _word(f"obstacles.{name}", word) for name, word in _items("obstacles", record)},
     )
 
 
@@ -356,6 +363,12 @@ def _room(value: Any) -> int | None:
 def _setting(name: str, value: Any) -> int | str:
     if not isinstance(value, int | str):
         _refuse(f"settings.{name} is {_quoted(value)}", "an integer, a boolean or a string")
+    return value
+
+
+def _word(name: str, value: Any) -> str:
+    if type(value) is not str:
+        _refuse(f"{name} is {_quoted(value)}", "a string")
     return value
 
 

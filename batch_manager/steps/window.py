@@ -1,8 +1,10 @@
 """The steps in flight, and the reruns of failed steps."""
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..handover import ScheduledBatch, StepOutput
 from ..requests.llm_request import COMPLETE, LAST_TOKEN, LlmRequest
@@ -108,6 +110,17 @@ class StepWindow:
         requests   requests of the batch, in batch order
         """
         self._steps.append(StepInFlight(requests, self._runner.start(batch)))
+
+    def newest_choice(self) -> tuple[str, Mapping[str, str]]:
+        """Return the form of the newest step, and earlier form -> what kept the step out of it; see docs/steps.md.
+
+        The form is "" if the launch failed, and if the backend has no forms.
+        """
+        with suppress(Exception):                      # of a custom backend's step
+            choice: Any = getattr(self._steps[-1].step.pending, "choice", None)
+            if isinstance(choice.form, str) and isinstance(choice.obstacles, Mapping):
+                return choice.form, choice.obstacles
+        return "", {}
 
     def read(self) -> tuple[StepInFlight, StepOutput]:
         """Wait for the oldest step, rerun it if it failed, and return it with its output. Raises DeviceLostError.

@@ -223,11 +223,7 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     if setting.native:
         from .stub_model import native_backend_without_a_model
 
-        model = native_backend_without_a_model(**sizes, replays=setting.replays)
-        if setting.replays:
-            graph, inputs = model._forms[0], model._inputs
-            inputs.write, inputs.send = stopwatch.watch("write", inputs.write), stopwatch.watch("send", inputs.send)
-            graph._replays = {shape: stopwatch.watch("replay", replay) for shape, replay in graph._replays.items()}
+        model = native_backend_without_a_model(**sizes, replays=setting.replays, watch=stopwatch.watch)
     else:
         model = ScriptedBackend(**sizes, verify=False, is_asynchronous=setting.step_ms > 0,
                                 step_seconds=setting.step_ms / 1e3)

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,9 @@ from ..models.registry import is_shipped
 from ..runtime import packing
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
-from ..runtime.forms.compiled.making import obstacle_of_model, obstacle_to_compiling
-from ..runtime.forms.graph.form import obstacle_to_graphs
+from ..runtime.forms.wanted import obstacle_of_model, wanted_forms
 from ..runtime.kv_pool import block_bytes
-from ..runtime.memory_plan import plan_memory
-from ..runtime.native_backend import refuse_too_many_slots, step_bytes
+from ..runtime.memory_plan import plan_memory, refuse_too_many_slots, step_bytes
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
 from .__main__ import run_as
@@ -85,11 +84,14 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
                           f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
     resolved_dtype = resolve_dtype(dtype, spec, target)
     with_triton = is_elsewhere or use_triton(target)
-    obstacle = "" if with_triton else f"{spec.architecture} runs through transformers"
-    if implementation == NATIVE and not with_triton:
-        obstacle = obstacle_to_compiling(params, target, None)
-        if not obstacle and (reason := obstacle_of_model(spec, resolved_dtype)):
-            obstacle = f"{model_class.__name__} cannot be compiled: {reason}"
+    compiles = implementation == NATIVE and not with_triton
+    absent = {} if is_elsewhere else wanted_forms(
+        params if compiles else replace(params, cpu_compile=False), target, packing.packed, None)
+    if not (compiles or with_triton):
+        absent["compiled"] = f"{spec.architecture} runs through transformers"
+    elif reason := compiles and obstacle_of_model(spec, resolved_dtype):
+        absent.setdefault("compiled", f"{model_class.__name__} cannot be compiled: {reason}")
+    obstacle = "" if with_triton else absent.get("compiled", "")
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
     weights = checkpoint.weights(torch.device("cpu"), resolved_dtype)
@@ -124,7 +126,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "device": device if is_elsewhere else device_name(target),
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "not_compiled": obstacle,
-        "not_captured": "" if is_elsewhere else obstacle_to_graphs(params, target, packing.packed, False),
+        "not_captured": absent.get("graph", ""), "absent": absent,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),

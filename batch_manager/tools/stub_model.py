@@ -1,5 +1,6 @@
 """Build the native backend around a model that computes nothing, to measure the host's part of a step."""
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,10 +10,14 @@ import torch
 from ..attention.interface import ContextInputs, GenerationInputs
 from ..models.loading import LoadedModel
 from ..runtime import packing
+from ..runtime.build_backend import held_bytes, make_info, make_parts
 from ..runtime.forms.fixed.inputs import FixedInputs
-from ..runtime.forms.fixed.shapes import NO_SIZES, Shape, captured_shapes
+from ..runtime.forms.fixed.shapes import NO_SIZES, Shape, captured_shapes, largest_shapes
+from ..runtime.forms.form import Forms
 from ..runtime.forms.graph.form import GraphForm
+from ..runtime.forms.packed.form import CallsForm, LayersForward, LayersHead
 from ..runtime.native_backend import NativeBackend
+from ..runtime.operations import Operations
 from ..triton_kernels.context_work_list import (
     ContextTileWork,
     MostContextTileWork,
@@ -93,21 +98,26 @@ class StubGraphs:
 
 
 def native_backend_without_a_model(*, vocab_size: int, max_seq_len: int, num_blocks: int, tokens_per_block: int,
-                                   num_slots: int, replays: bool = False) -> NativeBackend:
+                                   num_slots: int, replays: bool = False,
+                                   watch: Callable[[str, Callable], Callable] = lambda name, function: function
+                                   ) -> NativeBackend:
     """Return a CPU backend that packs, uploads, samples, stores and reads back, without computing a model.
 
     vocab_size   prompts may have token ids below this number; the model has only a few logits
     replays      whether generation steps replay stubs of CUDA graphs; such a step neither samples nor stores tokens
+    watch        (name, function) -> the same function, timed: of "write", "send" and "replay" of a step that replays
     """
-    device = torch.device("cpu")
     spec = SimpleNamespace(vocab_size=vocab_size, hidden_size=1, architecture="StubModel")
-    pool = torch.zeros(num_blocks, 1, 2, 1, tokens_per_block, 1, dtype=torch.float32, device=device)
-    loaded = LoadedModel(spec, StubModel(), 0, device, torch.float32)
+    pool = torch.zeros(num_blocks, 1, 2, 1, tokens_per_block, 1, dtype=torch.float32, device="cpu")
+    loaded = LoadedModel(spec, StubModel(), 0, pool.device, torch.float32)
     attention = BindableStubAttention(tokens_per_block) if replays else StubAttention()
-    backend = NativeBackend(loaded, attention, pool, layout=packing.packed, num_slots=num_slots,
-                            max_seq_len=max_seq_len)
+    parts, made = make_parts(loaded, attention, pool, num_slots=num_slots, max_seq_len=max_seq_len), []
     if replays:
-        parts, inputs, (fixed,) = backend._parts, backend._inputs, backend._forms
+        inputs = FixedInputs(parts, largest_shapes(num_slots, NO_SIZES))
         graphs, shapes = StubGraphs(inputs), captured_shapes(num_slots, NO_SIZES, inputs.may_split)
-        backend._forms = GraphForm(parts, inputs, {shape: partial(graphs.replay, shape) for shape in shapes}), fixed
-    return backend
+        inputs.write, inputs.send = watch("write", inputs.write), watch("send", inputs.send)
+        made = [GraphForm(parts, inputs, {shape: partial(watch("replay", graphs.replay), shape) for shape in shapes})]
+    calls = LayersForward(loaded.model, attention), LayersHead(loaded.model), packing.packed
+    forms = Forms([*made, CallsForm("packed", parts, loaded.model, *calls)], parts, {})
+    return NativeBackend(parts, Operations({}), forms, make_info(parts, loaded, forms.dispatch, {}),
+                         held_bytes(parts, loaded))

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from batch_manager.layers.recording import ANY_ROWS, RecordedAttention, Recording, Rows
-from batch_manager.runtime.forms.compiled.forward import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledForward
+from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
+from batch_manager.runtime.packing import ModelCall
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 
@@ -28,5 +30,5 @@ class CompiledAttention:
         parts = Rows(recording, 0, 0, rows.shape[1]).view(ANY_ROWS, -1, layout.head_size).split_with_sizes(heads, 1)
         attention = RecordedAttention((*heads[:2], layout.head_size), layout.attention, self.sink)
         recording.result = attention.run(layer, *parts, rotary, sink_logits).register
-        compiled = CompiledStep(recording, self.pool, layout.num_heads, head=None, threads=2)
-        return compiled.run(rows, self.step)[:, : layout.num_heads * layout.head_size]
+        compiled = CompiledForward(recording, self.pool, layout.num_heads, ThreadGovernor(2))
+        return compiled.run(ModelCall(self.step), rows, None, ())[:, : layout.num_heads * layout.head_size]

@@ -15,7 +15,8 @@ from batch_manager.attention.interface import LayerAttention
 from batch_manager.config import BLOCK_SIZES, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.models.spec import ModelSpec
-from batch_manager.runtime import native_backend, packing
+from batch_manager.runtime import build_backend, packing
+from batch_manager.runtime.forms import wanted
 
 pytest.importorskip("triton", reason="triton is not installed")
 from batch_manager.triton_kernels import device_limits  # noqa: E402
@@ -88,19 +89,20 @@ def build(monkeypatch):
     def plan(*given, **options):
         raise AssertionError("the checks are over")
 
-    monkeypatch.setattr(native_backend, "resolve_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(native_backend, "device_name", lambda device: "cuda:0 (NVIDIA H100)")
-    monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
-    monkeypatch.setattr(native_backend, "free_memory", lambda device: 2**36)
-    monkeypatch.setattr(native_backend, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(native_backend, "plan_memory", plan)
+    monkeypatch.setattr(build_backend, "resolve_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(build_backend, "device_name", lambda device: "cuda:0 (NVIDIA H100)")
+    for module in (build_backend, wanted):
+        monkeypatch.setattr(module, "use_triton", lambda device: True)
+    monkeypatch.setattr(build_backend, "free_memory", lambda device: 2**36)
+    monkeypatch.setattr(build_backend, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(build_backend, "plan_memory", plan)
     monkeypatch.setattr(device_limits, "device_limits", lambda: H100)
-    monkeypatch.setattr(native_backend, "load_model", lambda *given, **options: loaded.append(1) or SimpleNamespace(
-        spec=spec_of(256), dtype=torch.float32))
+    monkeypatch.setattr(build_backend, "load_model", lambda *given, **options: loaded.append(1) or SimpleNamespace(
+        spec=spec_of(256), dtype=torch.float32, device=torch.device("cuda", 0)))
 
     def made(size, attention_factory=None, **options):
         loaded.clear()
-        native_backend.build_native_backend(
+        build_backend.build_native_backend(
             "folder", TrtGptModelOptionalParams(
                 cuda_graphs=False, kv_cache_config=KvCacheConfig(tokens_per_block=size), **options),
             layout=packing.packed, num_slots=1, attention_factory=attention_factory)
@@ -132,7 +134,8 @@ def test_another_attention_and_torch_on_a_gpu_have_blocks_of_any_size(build, mon
     for size in (8, 256):
         with pytest.raises(AssertionError, match="the checks are over"):
             build(size, attention_factory=lambda spec, pool: None)
-    monkeypatch.setattr(native_backend, "use_triton", lambda device: False)
+    for module in (build_backend, wanted):
+        monkeypatch.setattr(module, "use_triton", lambda device: False)
     for size in (8, 256):
         with pytest.raises(AssertionError, match="the checks are over"):
             build(size)

@@ -23,7 +23,8 @@ import torch
 from batch_manager.config import DTYPES, LOAD_FORMATS, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import NativeBackend, build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
+from batch_manager.runtime.native_backend import NativeBackend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.workload import at_least

@@ -218,7 +218,7 @@ def real_iteration_us() -> float:
     from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
     from batch_manager.handover import SlotSetup
     from batch_manager.runtime import packing
-    from batch_manager.runtime.native_backend import build_native_backend
+    from batch_manager.runtime.build_backend import build_native_backend
     from tests.benchmarks.deterministic import Sequences
 
     context, threads = 128, torch.get_num_threads()

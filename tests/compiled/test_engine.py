@@ -23,8 +23,10 @@ from batch_manager.layers.linear import Linear
 from batch_manager.models import load_model
 from batch_manager.models.llama import Llama
 from batch_manager.runtime import packing
-from batch_manager.runtime.forms.compiled import making as step_compilation
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
+from batch_manager.runtime.forms import comparison, wanted
+from batch_manager.runtime.warm_up import warm_up
+from batch_manager.triton_kernels.cpu.native.library import TYPES
 
 MODEL = "examples/models/austen-4m"
 
@@ -38,14 +40,14 @@ def backend(cpu_compile=None, factory=None, layout=packing.packed, **options):
 
 def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
-        assert backend()._runner.compiled is not None
+        assert "compiled" in backend()._forms.steps
     assert "steps run as compiled code on at most" in caplog.text      # other lines mention torch
     caplog.clear()
     made = backend(True, dtype="bfloat16")
-    assert made._runner.compiled is not None and made.info.dispatch == "compiled"
+    assert "compiled" in made._forms.steps and made.info.dispatch == "compiled"
     with caplog.at_level(logging.INFO, "batch_manager"):
         made = backend(False)
-        assert made._runner.compiled is None and made.info.dispatch == "torch"
+        assert "compiled" not in made._forms.steps and made.info.dispatch == "torch"
     assert "compiled code" not in caplog.text
 
 
@@ -59,14 +61,14 @@ def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, ca
         backend(True, **options)
     if "factory" not in options:
         with caplog.at_level(logging.INFO, "batch_manager"):
-            assert backend(**options)._runner.compiled is None
+            assert "compiled" not in backend(**options)._forms.steps
         assert f"steps run in torch: {reason}" in caplog.text
 
 
 @pytest.fixture
 def no_library(monkeypatch):
-    monkeypatch.setattr(step_compilation, "load_library", lambda _: (_ for _ in ()).throw(
-        step_compilation.CannotCompileError("found no C compiler: ...; apt-get install gcc")))
+    monkeypatch.setattr(wanted, "load_library", lambda _: (_ for _ in ()).throw(
+        wanted.CannotCompileError("found no C compiler: ...; apt-get install gcc")))
 
 
 def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library, caplog, tmp_path):
@@ -98,7 +100,7 @@ def test_what_is_compiled_or_chosen_says_so(caplog):
 
 def test_a_type_without_products_of_its_own_runs_in_torch(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
-        assert backend(dtype="float16")._runner.compiled is None
+        assert "compiled" not in backend(dtype="float16")._forms.steps
     assert "steps run in torch: Llama cannot be compiled: it computes in torch.float16" in caplog.text
     with pytest.raises(ConfigError, match="cpu_compile is True, but Llama cannot be compiled: it computes in"):
         backend(True, dtype="float16")
@@ -115,7 +117,7 @@ def test_a_model_that_does_something_else_runs_in_torch(change, reason, monkeypa
         self, change(hidden), positions, attention))
     with caplog.at_level(logging.INFO, "batch_manager"):
         made = backend()
-    assert made._runner.compiled is None
+    assert "compiled" not in made._forms.steps
     assert f"steps run in torch: Llama cannot be compiled: {reason}" in caplog.text
 
 
@@ -128,14 +130,14 @@ def dummy_backend(folder, config, **options):
 
 def test_a_model_with_slopes_is_compiled(tmp_path):
     config = {"architectures": ["BloomForCausalLM"], "vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-    assert dummy_backend(tmp_path, config, max_seq_len=64)._runner.compiled is not None
+    assert "compiled" in dummy_backend(tmp_path, config, max_seq_len=64)._forms.steps
 
 
 @pytest.mark.parametrize("positions", [2, 3, 4])
 def test_a_model_with_fewer_positions_than_the_first_step_has_tokens_is_compiled(tmp_path, positions):
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": positions}
-    assert dummy_backend(tmp_path, config)._runner.compiled is not None
+    assert "compiled" in dummy_backend(tmp_path, config)._forms.steps
 
 
 def test_a_step_that_gives_something_else_than_torch_is_not_used(monkeypatch, caplog):
@@ -143,18 +145,18 @@ def test_a_step_that_gives_something_else_than_torch_is_not_used(monkeypatch, ca
     monkeypatch.setattr(Linear, "__call__", lambda self, x: multiply(self, x) if not isinstance(x, torch.Tensor)
                         else multiply(self, x) * 1.5)
     with caplog.at_level(logging.INFO, "batch_manager"):
-        assert backend()._runner.compiled is None
-    assert "cannot be compiled: differs from the layers: by" in caplog.text
+        assert "compiled" not in backend()._forms.steps
+    assert "Llama cannot be compiled: differs from the layers: by" in caplog.text
 
 
 def test_nothing_is_left_in_the_pool():
-    assert not backend()._pool.any()
+    assert not backend()._parts.pool.any()
 
 
 def test_the_packed_weights_are_counted_as_those_of_onednn_are():
     sizes = [load_model(MODEL, device="cpu", compiled_step=compiled).weight_bytes for compiled in (True, False)]
     assert sizes[0] == sizes[1]
-    assert step_compilation.TYPES.keys() == {torch.float32, torch.bfloat16}
+    assert set(TYPES) == {torch.float32, torch.bfloat16} < set(comparison.TOLERANCES)
 
 
 def helper_count():
@@ -173,24 +175,25 @@ def test_c23_the_threads_that_helped_are_gone_with_the_last_backend():
     second.close()
     assert helper_count() <= before - 4
     third = backend(num_threads=3)
-    assert third.figures() == {"Compute Threads": 3}
+    assert third.figures()["Compute Threads"] == 3
     third.close()
     assert helper_count() <= before - 4
 
 
 def test_the_threads_of_the_newest_step_are_a_statistic():
     made = backend(num_threads=2)
-    assert made.figures() == {"Compute Threads": 2}
-    made._runner.compiled._governor.newest = 1
-    assert made.figures() == {"Compute Threads": 1}
-    assert backend(False, num_threads=2).figures() == {"Compute Threads": 2}
+    assert made.figures() == {"Compute Threads": 2, "Compiled Steps": 0, "Packed Steps": 0}
+    made._forms._forms[0]._forward._governor.newest = 1
+    assert made.figures()["Compute Threads"] == 1
+    assert backend(False, num_threads=2).figures() == {"Compute Threads": 2, "Packed Steps": 0}
     made.close()
     assert made.figures() == {}
 
 
 def test_torch_has_one_thread_inside_a_compiled_step_and_the_host_its_own_number():
     made, before, seen = backend(num_threads=3), torch.get_num_threads(), []
-    embed = made._runner._model.embed
-    made._runner._model.embed = lambda ids: seen.append(torch.get_num_threads()) or embed(ids)
-    made.warm_up()
+    model = made._forms._forms[0]._model
+    embed = model.embed
+    model.embed = lambda ids: seen.append(torch.get_num_threads()) or embed(ids)
+    warm_up(made._parts, made._forms)
     assert set(seen) == {1} and torch.get_num_threads() == before

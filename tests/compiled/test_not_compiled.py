@@ -12,8 +12,9 @@ from batch_manager.config import BLOCK_SIZES
 from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from batch_manager.models import load_model
 from batch_manager.models.registry import _MODEL_TYPES
-from batch_manager.runtime.forms.compiled import making as step_compilation
-from batch_manager.runtime.forms.compiled.making import LARGEST_HEAD, compile_step, obstacle_to_compiling
+from batch_manager.runtime.forms import wanted
+from batch_manager.runtime.forms.compiled.making import make_compiled
+from batch_manager.runtime.forms.wanted import LARGEST_HEAD, obstacle_to_compiling
 
 from ..models.test_model_spec import BASE, OTHERS
 
@@ -100,17 +101,17 @@ def test_every_other_item_of_the_list(tmp_path, monkeypatch):
         assert obstacle_to_compiling(*arguments)
         left.remove(item)
     assert not any(obstacle_to_compiling(blocks(size), CPU, None) for size in BLOCK_SIZES if size != 8)
-    monkeypatch.setattr(step_compilation, "use_triton", lambda device: True)      # the variable is read at import
+    monkeypatch.setattr(wanted, "use_triton", lambda device: True)      # the variable is read at import
     assert obstacle_to_compiling(params(), CPU, None)
     left.remove("`TRITON_INTERPRET` in the environment")
 
     wide = loaded(tmp_path, "LlamaForCausalLM", head_size=LARGEST_HEAD + 2)
     with pytest.raises(NotRecordableError, match="head_size is 258"):
-        compile_step(wide, wide.spec, None, None, 0, 1)
+        make_compiled(None, wide, wide.spec, 0)
     left.remove(f"heads of more than {LARGEST_HEAD} entries")
     half = load_model(tmp_path, device="cpu", load_format="dummy", dtype="float16", compiled_step=True)
     with pytest.raises(NotRecordableError, match="computes in torch.float16"):
-        compile_step(half, half.spec, None, None, 0, 1)
+        make_compiled(None, half, half.spec, 0)
     left.remove("`float16`")
     # Computed by transformers, or by code of the user's: test_through_transformers.py, tests/own_models.
     assert left == ["models that run through `transformers`",

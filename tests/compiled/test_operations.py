@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.layers.recording import LookedUp, Recording, Rows
-from batch_manager.runtime.forms.compiled.forward import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledForward
+from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
+from batch_manager.runtime.packing import ModelCall
 
 pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -22,8 +24,8 @@ def run(recording, hidden):
     step = PackedStep(token_ids=numbers, positions=numbers[::-1].copy(), pool_slots=numbers.astype(np.int64),
                       slots=np.zeros(0, np.int32), query_starts=np.zeros(1, np.int32), kv_lengths=np.zeros(0, np.int32),
                       block_tables=np.zeros((0, 1), np.int32), num_contexts=0, logits_rows=np.zeros(0, np.int64))
-    compiled = CompiledStep(recording, torch.zeros(POOL, dtype=hidden.dtype), 1, head=None, threads=2)
-    return compiled.run(hidden.clone(), step)
+    compiled = CompiledForward(recording, torch.zeros(POOL, dtype=hidden.dtype), 1, ThreadGovernor(2))
+    return compiled.run(ModelCall(step), hidden.clone(), None, ())
 
 
 def recorded(hidden, operate):
@@ -132,12 +134,12 @@ def test_a_step_may_be_larger_than_those_before():
     weight = torch.rand(50) + 0.5
     recording = Recording(torch.float32, strides=[50])
     recording.result = Rows(recording, 0, 0, 50).normed(weight, None, 1e-5).activated("relu", gated=False).register
-    compiled = CompiledStep(recording, torch.zeros(POOL), 1, head=None, threads=2)
+    compiled = CompiledForward(recording, torch.zeros(POOL), 1, ThreadGovernor(2))
     for count in (3, 1, 500, 2, 499):
         x = hidden_states(50, torch.float32, count)
         step = SimpleNamespace(positions=np.zeros(count), pool_slots=np.zeros(count), query_starts=np.zeros(1),
                                kv_lengths=np.zeros(0), block_tables=np.zeros((0, 1)), slots=[])
-        found = compiled.run(x.clone(), step)
+        found = compiled.run(ModelCall(step), x.clone(), None, ())
         check(found, functional.rms_norm(x, (50,), weight, 1e-5).relu(), torch.float32)
 
 
@@ -145,7 +147,7 @@ def test_where_there_is_no_memory_for_a_larger_step_smaller_ones_go_on(monkeypat
     weight = torch.rand(50) + 0.5
     recording = Recording(torch.float32, strides=[50])
     recording.result = Rows(recording, 0, 0, 50).normed(weight, None, 1e-5).activated("relu", gated=False).register
-    compiled = CompiledStep(recording, torch.zeros(POOL), 1, head=None, threads=2)
+    compiled = CompiledForward(recording, torch.zeros(POOL), 1, ThreadGovernor(2))
     compiled._make_room(3)
     registers = compiled._registers.copy()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.decoding.slots import SamplingRows
+from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.triton_kernels import dispatch
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def way(request, monkeypatch):
 def decoder_with(way):
     """decoder_with(setup, ...) returns a GptDecoder in which the setups are in slots 0, 1, ..."""
     def make(*setups, num_slots=None, own_stages=()):
-        decoder = GptDecoder(num_slots or max(len(setups), 1), CPU, own_stages)
+        decoder = GptDecoder(SlotState(num_slots or max(len(setups), 1), CPU), own_stages)
         decoder.set_up(enumerate(setups))
         return decoder
 

@@ -176,7 +176,7 @@ class BanOneToken:
 
 def test_a_stage_changes_the_rows_it_is_for_and_is_skipped_when_nobody_needs_it(rows_of):
     stage = BanOneToken()
-    decoder = GptDecoder(2, torch.device("cpu"), [stage])
+    decoder = GptDecoder(SlotState(2, torch.device("cpu")), [stage])
     decoder.set_up([(0, SlotSetup()), (1, SlotSetup(end_id=9))])
     logits = torch.tensor([[5.0, 4.0, 3.0]] * 2)
     assert decoder.sample(logits.clone(), rows_of([0, 1], [1, 1])).tokens.tolist() == [0, 1]

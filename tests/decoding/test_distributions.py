@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import SlotState
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 
@@ -81,7 +82,7 @@ def test_sampled_tokens_have_the_exact_distribution(rows_of, name):
     knobs, prompt_length = SETTINGS[name], 4
     logits = 1.5 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(4))
     history = np.array(TOKENS, np.int32)
-    decoder = GptDecoder(SLOTS, torch.device("cpu"))
+    decoder = GptDecoder(SlotState(SLOTS, torch.device("cpu")))
     rows = rows_of(range(SLOTS), [len(TOKENS)] * SLOTS)
     counts = np.zeros(VOCAB)
     for seeds in np.random.default_rng(len(name)).integers(2**63, size=(ROUNDS, SLOTS)).tolist():

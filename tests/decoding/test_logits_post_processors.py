@@ -10,7 +10,7 @@ import torch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_post_processors import LogitsPostProcessors
-from batch_manager.decoding.slots import SamplingRows
+from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.errors import InvalidRequestError
 from batch_manager.guard import ForeignCodeError
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
@@ -185,7 +185,7 @@ def test_the_token_and_its_log_prob_are_of_the_changed_logits_and_what_is_return
         return allowed
 
     held = processor(allow_two_and_three)
-    decoder = GptDecoder(2, torch.device("cpu"))
+    decoder = GptDecoder(SlotState(2, torch.device("cpu")))
     asked = dict(return_log_probs=True, return_generation_logits=True)
     decoder.set_up([(0, SlotSetup(logits_post_processor=held, **asked)), (1, SlotSetup(**asked))])
     logits = logits_of(2)

@@ -255,10 +255,10 @@ def test_tokens_are_the_same_alone_batched_resumed_in_another_slot_and_in_steps_
 
     alone = {}
     for member in members:
-        alone |= writer.run(GptDecoder(1, CPU), [member], [0])
+        alone |= writer.run(GptDecoder(SlotState(1, CPU)), [member], [0])
     shuffled = random.permutation(24).tolist()
     for options in ({}, {"twice": True}, {"resume_every": 1}, {"resume_every": 3, "twice": True}):
-        together = writer.run(GptDecoder(4, CPU), members, shuffled, **options)
+        together = writer.run(GptDecoder(SlotState(4, CPU)), members, shuffled, **options)
         for member in members:
             assert together[member] == alone[member], options
 

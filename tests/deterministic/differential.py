@@ -25,7 +25,7 @@ from batch_manager.clock import SystemClock
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.source import DummyWeights

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
-from batch_manager.decoding.slots import SamplingRows
+from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
 
@@ -35,7 +35,7 @@ def two_threads():
 
 
 def together_and_alone(deterministic):
-    decoder = GptDecoder(ROWS, torch.device("cpu"), deterministic=deterministic)
+    decoder = GptDecoder(SlotState(ROWS, torch.device("cpu")), deterministic=deterministic)
     decoder.set_up(enumerate(SETUPS))
     logits = 3 * torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(0))
 
@@ -68,7 +68,7 @@ def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):
 
 
 def test_nobody_asks_for_log_probs(two_threads):
-    decoder = GptDecoder(2, torch.device("cpu"), deterministic=True)
+    decoder = GptDecoder(SlotState(2, torch.device("cpu")), deterministic=True)
     decoder.set_up(enumerate([SlotSetup(SamplingConfig(top_k=3, random_seed=1)), SlotSetup()]))
     slots = np.arange(2, dtype=np.int32)
     rows = SamplingRows(slots, slots, torch.from_numpy(slots).long(), torch.from_numpy(slots).long())

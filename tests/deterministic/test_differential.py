@@ -88,7 +88,7 @@ def test_the_threads_of_the_engine_stay_what_they_were_when_it_was_built(differe
     ask, before = differential.Ask(tuple(range(20)), 2), torch.get_num_threads()
     seen = []
     backend = lab.backend("fused")
-    model = backend._runner._model
+    model = backend._forms._forms[-1]._forward._model
     forward = model.forward
     model.forward = lambda *arguments: seen.append(torch.get_num_threads()) or forward(*arguments)
     try:

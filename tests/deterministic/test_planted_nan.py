@@ -33,11 +33,11 @@ def test_exactly_the_readers_fail(laboratory, family):
     for slot, length in enumerate(LENGTHS):
         for index, block in enumerate(blocks[slot]):
             with torch.inference_mode():
-                kept = backend._pool[block].clone()
-                backend._pool[block] = torch.nan
+                kept = backend._parts.pool[block].clone()
+                backend._parts.pool[block] = torch.nan
             output = generate()
             with torch.inference_mode():
-                backend._pool[block] = kept
+                backend._parts.pool[block] = kept
             reads = (index + 1) * BLOCK > length + 1 - window
             assert set(output.failures) == ({slot} if reads else set())
             for other, logits in output.generation_logits.items():

@@ -8,7 +8,7 @@ from batch_manager.errors import ConfigError
 from batch_manager.models import registry
 from batch_manager.models.llama import Llama
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 
 
 def build(folder, attention_factory=None):

@@ -24,10 +24,11 @@ import triton
 from torch.nn import functional
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
-from batch_manager.runtime import native_backend, packing
+from batch_manager.runtime import build_backend, packing
+from batch_manager.runtime.forms import making as forms_making
+from batch_manager.runtime.forms import wanted
 from batch_manager.runtime.forms.fixed import making
 from batch_manager.runtime.forms.fixed import shapes as graph_shapes
-from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.triton_kernels import dispatch
 from tests.benchmarks.gpu_report import shapes
 from tests.kernels import compile_ahead_of_time as ahead
@@ -69,16 +70,15 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
               len(x), len(weight), dtype=x.dtype)),
           mock.patch.object(torch.Tensor, "addmm_", lambda self, *given, **more: self),
           mock.patch.object(making, "difference_from_layers", launch_once),
-          mock.patch.object(graphs, "CapturedGraph", graph),
-          mock.patch.object(native_backend, "obstacle_to_graphs", lambda *given: ""),
-          mock.patch.object(native_backend, "difference_of_graphs", lambda *given, **more: ""),
-          mock.patch.object(native_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, num_weights)),
+          mock.patch.object(wanted, "obstacle_to_graphs", lambda *given: ""),
+          mock.patch.object(forms_making, "difference_of_graphs", lambda *given, **more: ""),
+          mock.patch.object(build_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, num_weights)),
           torch.inference_mode()):
-        native_backend.build_native_backend(path, TrtGptModelOptionalParams(
+        build_backend.build_native_backend(path, TrtGptModelOptionalParams(
             device="cpu", load_format="dummy", dtype="bfloat16", num_threads=1, max_batch_size=rows, cpu_compile=False,
             enable_chunked_context=True,
             kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=64 * tokens_per_block)),
-            layout=packing.packed, num_slots=rows)
+            layout=packing.packed, num_slots=rows, graph=graph)
 
 
 def check_kernels(dtype: torch.dtype, folder: Path) -> None:

@@ -10,6 +10,7 @@ tests/runtime/test_gpu_rehearsal.py runs a rehearsal.
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -36,17 +37,17 @@ def in_torch() -> Iterator[None]:
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Context manager: engines capture graphs on the CPU too, and have no warm-up."""
-    from batch_manager.runtime import native_backend
-    from batch_manager.runtime.forms.fixed import making as step_fusion
-    from batch_manager.runtime.forms.graph import form as graphs
+    from batch_manager.runtime import build_backend
+    from batch_manager.runtime.forms import making, wanted
+    from batch_manager.runtime.forms.fixed import making as fixed_making
     from tests.runtime.capture_recorder import ReplayedGraph
 
-    obstacle = graphs._obstacle
-    with (mock.patch.object(graphs, "_obstacle", lambda params, device, *more: obstacle(
+    obstacle, build = wanted._obstacle_to_graphs, build_backend.build_native_backend
+    with (mock.patch.object(wanted, "_obstacle_to_graphs", lambda params, device, *more: obstacle(
               params, torch.device("cuda", 0), *more) if params.cuda_graphs else "each capture takes a second here"),
-          mock.patch.object(graphs, "CapturedGraph", ReplayedGraph),
-          mock.patch.object(native_backend.NativeBackend, "warm_up", lambda *given: None),
-          mock.patch.object(step_fusion, "COMPARED_TOKENS", ())):
+          mock.patch.object(build_backend, "build_native_backend", partial(build, graph=ReplayedGraph)),
+          mock.patch.object(making, "warm_up", lambda *given: None),
+          mock.patch.object(fixed_making, "COMPARED_TOKENS", ())):
         yield
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
-from batch_manager.runtime.native_backend import NativeBackend
+from batch_manager.runtime.forms import making
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.client import Client
@@ -125,14 +125,14 @@ def run(folder, mode, device="cpu", **more):
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1
     has_warm_up = mode in WARMED_UP or device != "cpu"
-    no_warm_up = contextlib.nullcontext() if has_warm_up else mock.patch.object(NativeBackend, "warm_up")
+    no_warm_up = contextlib.nullcontext() if has_warm_up else mock.patch.object(making, "warm_up")
     with no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART):
         world = build_world(
             client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
             policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device=device, dtype="float32", num_threads=1,
             cpu_compile=False, max_batch_size=4, max_num_tokens=48, enable_chunked_context=not static,
             kv_cache_config=kv, exclude_input=True, **options, **more)
-    attention, split = world.backend._runner.attention, []
+    attention, split = world.backend._parts.attention, []
     if world.backend.info.dispatch == "triton":
         plan_contexts = attention.plan_contexts
         attention.plan_contexts = lambda *lengths: split.append(plan_contexts(*lengths)) or split[-1]

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 processors = pytest.importorskip("transformers.generation.logits_process")
 
-from batch_manager.runtime.native_backend import NativeBackend, NativeStep  # noqa: E402  it imports torch
+from batch_manager.runtime.forms.packed.form import PendingCalls  # noqa: E402  it imports torch
+from batch_manager.runtime.native_backend import NativeBackend  # noqa: E402  likewise
 
 AUSTEN = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 MAX, SPLIT = SchedulerPolicy.MAX_UTILIZATION, TrtGptModelType.InflightBatching
@@ -243,7 +244,8 @@ def test_a_step_that_raised_is_run_again_in_parts(
 
     The beams depend only on the state before the step.
     """
-    original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
+    where_from = NativeBackend if where == "start" else PendingCalls
+    original, again = getattr(where_from, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):
         result = original(self, *batch)
@@ -252,7 +254,7 @@ def test_a_step_that_raised_is_run_again_in_parts(
             raise RuntimeError("planted")
         return result
 
-    monkeypatch.setattr(NativeBackend if where == "start" else NativeStep, where, then_raise)
+    monkeypatch.setattr(where_from, where, then_raise)
     client = new_client()
     serve(make_manager, client, new_request, llama, llama_questions)
     assert_beams(client, llama, llama_questions)

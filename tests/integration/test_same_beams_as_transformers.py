@@ -13,7 +13,8 @@ from batch_manager import FinishReason, KvCacheConfig, SchedulerPolicy, TrtGptMo
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from batch_manager.runtime.native_backend import NativeBackend, NativeStep  # noqa: E402  it imports torch
+from batch_manager.runtime.forms.packed.form import PendingCalls  # noqa: E402  it imports torch
+from batch_manager.runtime.native_backend import NativeBackend  # noqa: E402  likewise
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -137,7 +138,8 @@ def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_
 
     The beams depend only on the state before the step.
     """
-    original, again = getattr(NativeBackend if where == "start" else NativeStep, where), itertools.cycle([True, False])
+    where_from = NativeBackend if where == "start" else PendingCalls
+    original, again = getattr(where_from, where), itertools.cycle([True, False])
 
     def then_raise(self, *batch):
         result = original(self, *batch)
@@ -146,7 +148,7 @@ def test_a_step_that_raised_is_run_again_in_parts(make_manager, new_client, new_
             raise RuntimeError("planted")
         return result
 
-    monkeypatch.setattr(NativeBackend if where == "start" else NativeStep, where, then_raise)
+    monkeypatch.setattr(where_from, where, then_raise)
     records = run(make_manager, new_client(), new_request, llama, questions(211, [3, 3, 2, 3, 4]), max_batch_size=8,
                   kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=2000))
     assert records[-1]["Failed Steps"] > 5

@@ -10,7 +10,9 @@ from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.layers.recording import RecordedAttention, record
 from batch_manager.models import load_model
-from batch_manager.runtime.forms.compiled.forward import CompiledStep
+from batch_manager.runtime.forms.compiled.forward import CompiledForward
+from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
+from batch_manager.runtime.packing import ModelCall
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 
 TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
@@ -90,7 +92,7 @@ class Driver:
             recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
             with torch.inference_mode():
                 recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
-            self.step = CompiledStep(recording, self.pool, spec.num_heads, head=None, threads=2)
+            self.step = CompiledForward(recording, self.pool, spec.num_heads, ThreadGovernor(2))
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 
@@ -129,7 +131,7 @@ class Driver:
             model = self.loaded.model
             hidden = model.embed(torch.from_numpy(step.token_ids).long())
             if self.compiled:
-                hidden = self.step.run(hidden, step)
+                hidden = self.step.run(ModelCall(step), hidden, None, ())
             else:
                 planned = self.attention.plan(step)
                 if planned is not None:

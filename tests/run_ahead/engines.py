@@ -18,7 +18,7 @@ from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
 from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import generation_rows
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.deterministic.differential import make_checkpoint
 from tests.harness.client import ArrivingClient
@@ -152,7 +152,7 @@ def poison(backend, batch: ScheduledBatch, slots: list[int]) -> None:
     size = backend.info.tokens_per_block
     for row, positions in spans:
         for position in positions:
-            backend._pool[backend._tables.rows[row, position // size], :, :, :, position % size] = np.nan
+            backend._parts.pool[backend._parts.tables.rows[row, position // size], :, :, :, position % size] = np.nan
 
 
 def run_in_lockstep(scenario: RunAheadScenario, parent: Path) -> Run:

@@ -26,9 +26,9 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.models import load_model
 from batch_manager.runtime import packing
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.runtime.forms.fixed.fused import FusedBody
 from batch_manager.runtime.forms.fixed.making import compared_tokens, record_launches
-from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import device_limits
@@ -253,7 +253,7 @@ def main(folders, every_pair):
                                        max_beam_width=MAX_BEAM_WIDTH)
         warm_up = dict(compiled)
         compiled.clear()
-        num_steps, attention = serve(backend), backend._runner.attention
+        num_steps, attention = serve(backend), backend._parts.attention
         spec = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16, num_layers=1)
         num_attention_steps = serve_attention(attention, spec, every_pair)
         serving = dict(compiled)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batch_manager.attention.interface import LayerAttention
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import SlotState
 from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.runtime.forms.fixed.form import FixedForm
@@ -23,7 +24,7 @@ from batch_manager.runtime.forms.fixed.launches import Launches
 from batch_manager.runtime.forms.fixed.shapes import captured_shapes, largest_shapes
 from batch_manager.runtime.forms.form import traits_of
 from batch_manager.runtime.forms.graph.form import GraphForm
-from batch_manager.runtime.model_runner import ModelRunner
+from batch_manager.runtime.forms.packed.form import CallsForm, LayersForward, LayersHead
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 
@@ -143,7 +144,7 @@ def stub_kernel(name, device):
 class Engine:
     """The parts of a native backend that run a step, with tensors on the meta device.
 
-    forms   the forms `graph`, whose replays launch kernel by kernel, and `fixed`
+    forms   the forms `graph`, whose replays launch kernel by kernel, `fixed` and `packed`
     """
 
     def __init__(self, monkeypatch):
@@ -157,19 +158,20 @@ class Engine:
         self.uploads, self.tables = CountedUploads(), BlockTables(SLOTS * WIDTH, 20, copied=(SLOTS, 20))
         self.attention = triton_paged.TritonPagedAttention(spec, pool)
         model = Model(self.attention)
-        self.runner = ModelRunner(model, self.attention, self.uploads, VOCAB)
         monkeypatch.setattr(dispatch, "kernel", stub_kernel)
-        self.decoder = GptDecoder(SLOTS + 1, META, send=self.uploads.send)
+        self.decoder = GptDecoder(SlotState(SLOTS + 1, META, self.uploads.send))
         self.parts = parts = SimpleNamespace(
-            device=META, uploads=self.uploads, readbacks=SimpleNamespace(start=lambda tensors, is_reused: None),
+            device=META, uploads=self.uploads, readbacks=SimpleNamespace(start=lambda tensors, is_reused=False: None),
             tables=self.tables, slots=self.decoder.state, decoder=self.decoder, attention=self.attention,
-            num_slots=SLOTS, tokens_per_block=SIZE)
+            num_slots=SLOTS, tokens_per_block=SIZE, vocab_size=VOCAB)
         self.inputs = FixedInputs(parts, largest_shapes(SLOTS, MIXED))
         launches = Launches(parts, self.inputs, model, None)
         shapes = captured_shapes(SLOTS, MIXED, self.inputs.may_split)
         self.forms = {"graph": GraphForm(parts, self.inputs, {shape: partial(launches.launch, shape)
                                                               for shape in shapes}),
-                      "fixed": FixedForm("fixed", parts, self.inputs, launches)}
+                      "fixed": FixedForm("fixed", parts, self.inputs, launches),
+                      "packed": CallsForm("packed", parts, model, LayersForward(model, self.attention),
+                                          LayersHead(model), packing.packed)}
 
     def run(self, batch):
         """Run the batch as an ordinary step. Return (number of uploads, names of operations that copy otherwise).
@@ -180,13 +182,7 @@ class Engine:
         with copies_from_the_host() as copies:
             self.tables.update(batch)
             self.decoder.set_up((work.slot, work.setup) for work in batch.context)
-            (call,) = packing.packed(batch, self.tables, SIZE)
-            input_tokens = None
-            if batch.generation.beam_width > 1:
-                input_tokens = self.decoder.searches.input_tokens(batch.generation)
-            result = self.runner.run(call, self.decoder.state, input_tokens)
-            self.sampled = self.decoder.sample(self.runner.logits(result.hidden), result.rows)
-            self.decoder.keep(self.sampled)
+            self.sampled = self.forms["packed"].start(batch, traits_of(batch, self.parts.slots))._sampled
         assert {tensor.device for tensor in self.sampled.tensors().values()} == {META}
         return len(self.uploads.sent), copies.found
 

@@ -9,9 +9,10 @@ folder for checkpoints of tests/integration/engine_modes.py. test_recorded_steps
 import json
 import sys
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,15 +22,15 @@ from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.layers.recording import record_embedding
-from batch_manager.runtime import native_backend, packing
-from batch_manager.runtime.forms.fixed import making
+from batch_manager.runtime import build_backend, packing
+from batch_manager.runtime.build_backend import build_native_backend
+from batch_manager.runtime.forms import making, wanted
+from batch_manager.runtime.forms.fixed import making as fixed_making
 from batch_manager.runtime.forms.fixed.form import read_result
 from batch_manager.runtime.forms.fixed.launches import Launches
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, graph_rows
 from batch_manager.runtime.forms.form import traits_of
-from batch_manager.runtime.forms.graph import form as graphs
 from batch_manager.runtime.forms.graph.form import GraphForm
-from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
@@ -76,13 +77,11 @@ class Steps:
         params = TrtGptModelOptionalParams(
             device="cpu", dtype=dtype, num_threads=1,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
-        native_backend.obstacle_to_graphs = lambda *_: ""                       # only `replays` captures graphs
-        capture, native_backend.NativeBackend.capture_graphs = (
-            native_backend.NativeBackend.capture_graphs, lambda _, must: None)
-        self.backend = backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
-        native_backend.NativeBackend.capture_graphs = capture
-        self.parts, self.inputs, self.launches = backend._parts, backend._inputs, backend._launches
-        shapes = captured_shapes(num_slots, backend._graph_sizes, self.inputs.may_split)
+        wanted.obstacle_to_graphs = lambda *_: ""                               # only `replays` captures graphs
+        with mock.patch.object(making, "make_graph", lambda *given: setattr(self, "given", given)):
+            self.backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
+        self.parts, self.inputs, self.launches, _, self.sizes, _ = self.given
+        shapes = captured_shapes(num_slots, self.sizes, self.inputs.may_split)
         self.form = GraphForm(self.parts, self.inputs, {shape: partial(self._record, shape) for shape in shapes})
 
     def _record(self, shape):
@@ -109,7 +108,7 @@ class Steps:
             self.parts.decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
 
     def without_fusion(self):
-        model = self.backend._model
+        model = self.launches._model
         return Launches(self.parts, self.inputs, model, record_embedding(model.embed))
 
     def keep_logits(self):
@@ -304,28 +303,27 @@ def token_of_a_context(shape, results):
 
 def wrong_replays(folder):
     """Yield what a backend finds in graphs of which one is wrong in one kind of step, and does if there are none."""
-    graphs.CapturedGraph, warnings = SpoiltGraph, []
-    native_backend.log.warning = lambda text, *values: warnings.append(text % values)
-    steps = Steps(engine_modes.checkpoint(folder))
-    backend = steps.backend
-    SpoiltGraph.inputs, backend._graph_sizes = steps.inputs, frozenset(sorted(backend._graph_sizes)[:1])
+    steps, levels = Steps(engine_modes.checkpoint(folder)), []
+    making.log.log = lambda level, text, *values: levels.append([level, text % values])
+    SpoiltGraph.inputs, sizes = steps.inputs, frozenset(sorted(steps.sizes)[:1])
+
+    def made(must=()):
+        absent = {}
+        form = making.attempt(absent, None, must, "graph", lambda: making.make_graph(
+            *steps.given[:4], sizes, SpoiltGraph))
+        return {"has_graphs": form is not None, "absent": absent, "pool_is_zero": not steps.parts.pool.any().item()}
+
     SpoiltGraph.spoils = staticmethod(lambda *_: None)
-    backend.capture_graphs()
-    graph, *backend._forms = backend._forms
-    yield {"finding": "wrong replay", "name": "none", "has_graphs": graph.name == "graph", "warnings": warnings,
-           "not_captured": backend.info.not_captured}
-    for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
-        SpoiltGraph.spoils = staticmethod(spoils)
-        with torch.inference_mode():
-            difference = backend._difference_of_graphs(graph)
-        yield {"finding": "wrong replay", "name": spoils.__name__, "difference": difference,
-               "pool_is_zero": not backend._pool.any().item()}
+    with torch.inference_mode(), mock.patch.object(making, "capture", cache(making.capture)):     # captured once
+        yield {"finding": "wrong replay", "name": "none", **made()}
+        for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
+            SpoiltGraph.spoils = staticmethod(spoils)
+            yield {"finding": "wrong replay", "name": spoils.__name__, **made()}
     SpoiltGraph.spoils = None
-    for must in (False, True):
+    with torch.inference_mode():
+        yield {"finding": "wrong replay", "name": "raises", **made(), "levels": levels}
         try:
-            backend.capture_graphs(must=must)
-            yield {"finding": "wrong replay", "name": "raises", "has_graphs": backend._forms[0].name == "graph",
-                   "warnings": warnings, "not_captured": backend.info.not_captured}
+            made(["graph"])
         except ConfigError as error:
             yield {"finding": "wrong replay", "name": "must", "error": str(error)}
     ReplayedGraph.captured.clear()
@@ -334,8 +332,8 @@ def wrong_replays(folder):
 
 def replays(folder):
     """Yield the answers of an engine that replays graphs."""
-    native_backend.obstacle_to_graphs = lambda *_: ""
-    graphs.CapturedGraph = ReplayedGraph
+    wanted.obstacle_to_graphs = lambda *_: ""
+    build_backend.build_native_backend = partial(build_native_backend, graph=ReplayedGraph)
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
            "replayed": Counter("contexts" if shape.contexts else "generation" for shape in ReplayedGraph.replayed),
            "split": Counter(shape.is_split for shape in ReplayedGraph.replayed if shape.contexts)}
@@ -343,8 +341,8 @@ def replays(folder):
 
 if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
-    native_backend.NativeBackend.warm_up = lambda *_: None
-    making.compared_tokens = lambda *_: ()
+    making.warm_up = lambda *_: None
+    fixed_making.compared_tokens = lambda *_: ()
     made = Steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(made), planted(made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
                          launches(sys.argv[1]), counted(sys.argv[1]), merged_in_decode(sys.argv[1]),

@@ -19,7 +19,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 
 VOCAB, SIZE, BLOCKS, MAX_LENGTH = 160, 8, 40, 64
 GREEDY = SlotSetup()
@@ -127,7 +127,7 @@ class Host:
                 index = self.left[slot]
                 block = self.held[slot].pop(index)
                 with torch.inference_mode():
-                    self.backend._pool[block] = torch.nan
+                    self.backend._parts.pool[block] = torch.nan
                 self.free.insert(0, block)                         # at the front, so that it is soon reused
                 self.left[slot] += 1
                 if not self.stale:

@@ -15,7 +15,7 @@ from batch_manager.handover import (
 )
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from tests.harness.gpu import GPU, needs_gpu
 

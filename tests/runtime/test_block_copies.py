@@ -15,7 +15,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 from tests.harness.gpu import GPU, needs_gpu, needs_real_gpu
 
 SIZE, BLOCKS = 16, 12
@@ -34,8 +34,9 @@ def build(checkpoint, device="cpu", host_blocks=3):
 def fill(backend):
     """Fill every block with a different number."""
     with torch.inference_mode():
-        backend._pool.copy_(torch.arange(BLOCKS, device=backend._pool.device).float().view(-1, 1, 1, 1, 1, 1).expand(
-            backend._pool.shape) + 1)
+        pool = backend._parts.pool
+        pool.copy_(torch.arange(BLOCKS, device=pool.device).float().view(-1, 1, 1, 1, 1, 1).expand(
+            pool.shape) + 1)
 
 
 def carry_out(backend, *operations):
@@ -53,7 +54,7 @@ def step_of_another(backend, operations, first_operation):
 
 def contents(backend):
     """Return the number in each block except the last."""
-    pool = backend._pool[:-1].cpu()
+    pool = backend._parts.pool[:-1].cpu()
     assert all((block == block.flatten()[0]).all() for block in pool), "a block moves as one piece"
     return [int(block.flatten()[0]) for block in pool]
 
@@ -117,7 +118,7 @@ def test_host_blocks_are_counted_as_memory(checkpoint):
     without, with_three = (build(checkpoint, host_blocks=n).memory_usage() for n in (0, 3))
     assert with_three.cpu - without.cpu == 3 * 3 * 2 * 2 * SIZE * 8 * 4 and with_three.pinned == 0
     backend = build(checkpoint)
-    assert backend._pool[0].nbytes == 3 * 2 * 2 * SIZE * 8 * 4
+    assert backend._parts.pool[0].nbytes == 3 * 2 * 2 * SIZE * 8 * 4
     backend.close()
     assert backend.memory_usage().cpu == 0
 

@@ -11,7 +11,7 @@ import torch
 
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.logits_return import context_logits
-from batch_manager.decoding.slots import SamplingRows
+from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.extras.guided_decoding import forbid
 from batch_manager.handover import (
     BlockTableUpdates,
@@ -160,7 +160,7 @@ def test_context_logits_are_the_one_result_that_the_host_waits_for():
 def test_torch_finds_no_wait_while_a_decoder_samples_with(feature, device):
     device, setups = torch.device(device), [setup_of(FEATURES[feature]), setup_of({})]
     uploads = Uploads(device)
-    decoder = GptDecoder(len(setups), device, send=uploads.send)
+    decoder = GptDecoder(SlotState(len(setups), device, uploads.send))
 
     def step(position):
         slots, positions = np.arange(2, dtype=np.int32), np.full(2, position, np.int32)

@@ -9,8 +9,8 @@ from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
 from batch_manager.runtime import packing
 from batch_manager.runtime.block_tables import BlockTables
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.runtime.forms.packed.forwards import PaddedAttention
-from batch_manager.runtime.native_backend import build_native_backend
 
 SIZE = 4
 
@@ -92,7 +92,7 @@ def test_padding_writes_nothing_to_the_cache(checkpoint):
     backend = build_native_backend(checkpoint[0], params, layout=packing.padded, num_slots=8)
     mark = -12345.0
     with torch.inference_mode():
-        backend._pool.fill_(mark)
+        backend._parts.pool.fill_(mark)
     contexts, table = [2, 11, 5], {0: [31], 1: [4, 17], 2: [9]}
     updates = BlockTableUpdates(*np.array([(slot, index, block) for slot, blocks in table.items()
                                            for index, block in enumerate(blocks)], np.int32).T)
@@ -102,8 +102,8 @@ def test_padding_writes_nothing_to_the_cache(checkpoint):
     backend.start(ScheduledBatch(1, generation=GenerationWork(np.array([1], np.int32), np.array([11], np.int32)),
                                  num_padded_rows=3)).finish()
 
-    written = (backend._pool != mark).all(dim=(1, 2, 3, 5))            # [num_blocks, tokens_per_block]
-    untouched = (backend._pool == mark).all(dim=5).all(dim=3).all(dim=2).all(dim=1)
+    written = (backend._parts.pool != mark).all(dim=(1, 2, 3, 5))            # [num_blocks, tokens_per_block]
+    untouched = (backend._parts.pool == mark).all(dim=5).all(dim=3).all(dim=2).all(dim=1)
     expected = torch.zeros_like(written)
     for slot, count in enumerate([2, 12, 5]):
         for position in range(count):

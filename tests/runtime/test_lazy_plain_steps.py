@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.slots import SlotState
 from batch_manager.handover import (
     NO_UPDATES,
     BlockTableUpdates,
@@ -108,7 +109,7 @@ class Engine:
         self.stream = stream
         self.uploads, attention = Uploads(CPU), Attention()
         self.tables = BlockTables(SLOTS, MAX_BLOCKS, copied=(SLOTS, MAX_BLOCKS))
-        self.decoder = GptDecoder(SLOTS + 1, CPU, send=self.uploads.send)
+        self.decoder = GptDecoder(SlotState(SLOTS + 1, CPU, self.uploads.send))
         self.parts = SimpleNamespace(
             device=CPU, uploads=self.uploads, readbacks=Readbacks(ELSEWHERE), tables=self.tables,
             slots=self.decoder.state, decoder=self.decoder, attention=attention, num_slots=SLOTS, tokens_per_block=SIZE)

@@ -22,10 +22,11 @@ from batch_manager.handover import (
 )
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import native_backend, packing
+from batch_manager.runtime import build_backend, native_backend, packing, warm_up
+from batch_manager.runtime.build_backend import build_native_backend
+from batch_manager.runtime.device.running import CapturedGraph
+from batch_manager.runtime.forms import making, wanted
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS
-from batch_manager.runtime.forms.graph import form as graphs
-from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.steps.output_check import StepOutputCheck
 from batch_manager.triton_kernels.attention_scratch import attention_scratch_bytes
@@ -207,7 +208,7 @@ def test_all_layouts_give_the_same_tokens(checkpoint):
 
 def plant(backend, where, value):
     with torch.inference_mode():
-        backend._pool[where] = value
+        backend._parts.pool[where] = value
 
 
 class FaultyModel:
@@ -237,7 +238,11 @@ class FaultyModel:
 @pytest.mark.parametrize("where", ["forward", "logits"])
 def test_after_an_injected_raise_the_halves_give_what_the_whole_would_have_given(checkpoint, backend, where):
     prompts = prompts_of(9, 14, 3)
-    model = backend._runner._model = FaultyModel(backend._runner._model)
+    form = backend._forms._forms[-1]
+    model = form._model = form._forward._model = FaultyModel(form._model)
+    if form.name == "padded":
+        form._forward._unpadded._model = model
+    form._head.logits = model.logits
     driver = Driver(backend)
     driver.run([(0, prompts[0], 0, True, GREEDY), (1, prompts[1], 0, True, GREEDY)])
     for _ in range(3):
@@ -277,7 +282,7 @@ def test_a_value_that_is_not_finite_in_one_sequences_blocks_fails_exactly_its_ro
     clears = tuple(map(BlockClear, blocks_of(1)))
     backend.start(dataclasses.replace(
         step(rows=[(0, 9)]), operations=clears, first_operation=backend._operations.num_done)).finish()
-    assert not backend._pool[blocks_of(1)].any() and backend._pool[blocks_of(0)].any()
+    assert not backend._parts.pool[blocks_of(1)].any() and backend._parts.pool[blocks_of(0)].any()
     assert run(backend, [(1, prompts[1], 0, True, GREEDY)]).failures == {}
 
 
@@ -291,14 +296,14 @@ def test_a_chunk_that_is_not_the_last_fails_when_it_is_not_finite(backend):
 
 def test_a_token_outside_the_vocabulary_fails_its_row(backend):
     run(backend, [(0, [1, 2, 3], 0, True, GREEDY), (1, [4, 5], 0, True, GREEDY)])
-    sample = backend._decoder.sample
+    sample = backend._parts.decoder.sample
 
     def sample_too_large(*step):
         sampled = sample(*step)
         sampled.tokens[1] = VOCAB
         return sampled
 
-    backend._decoder.sample = sample_too_large
+    backend._parts.decoder.sample = sample_too_large
     output = run(backend, rows=[(0, 3), (1, 2)])
     assert output.failures == {}, "that is for the check of every backend's output to say"
     batch = ScheduledBatch(2, generation=GenerationWork(np.array([0, 1], np.int32), np.array([3, 2], np.int32)))
@@ -343,13 +348,13 @@ def test_the_backend_says_what_it_is(checkpoint):
     assert (info.dispatch, info.device, info.dtype) == ("torch", "cpu", "float32")
     assert build(checkpoint).info.max_seq_len == 64
     usage = backend.memory_usage()
-    assert usage.gpu == usage.pinned == 0 and usage.cpu > backend._pool.nbytes
+    assert usage.gpu == usage.pinned == 0 and usage.cpu > backend._parts.pool.nbytes
 
 
 def test_closing_gives_the_memory_back_and_may_be_done_twice(checkpoint):
     backend = build(checkpoint)
     run(backend, [(0, [1, 2], 0, True, GREEDY)])
-    pool = weakref.ref(backend._pool)
+    pool = weakref.ref(backend._parts.pool)
     backend.close()
     assert pool() is None and backend.memory_usage().cpu == 0
     backend.close()
@@ -357,8 +362,9 @@ def test_closing_gives_the_memory_back_and_may_be_done_twice(checkpoint):
 
 def test_the_number_of_threads_is_set_around_a_step_only(checkpoint):
     backend, seen = build(checkpoint, num_threads=2), []
-    forward = backend._runner._model.forward
-    backend._runner._model.forward = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
+    model = backend._forms._forms[-1]._model
+    forward = model.forward
+    model.forward = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
     before = torch.get_num_threads()
     run(backend, [(0, [1, 2], 0, True, GREEDY)])
     assert seen == [2] and torch.get_num_threads() == before == 1
@@ -379,10 +385,11 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
 
     for name in ("plan", "run"):
         monkeypatch.setattr(TorchPagedAttention, name, refuse(name))
-    monkeypatch.setattr(native_backend, "make_stream", lambda device: "the stream")
+    monkeypatch.setattr(build_backend, "make_stream", lambda device: "the stream")
     monkeypatch.setattr(native_backend, "finish_stream", entered.append)
-    monkeypatch.setattr(native_backend, "on_device", on_device)
-    monkeypatch.setattr(native_backend, "on_stream", lambda stream: on_device(None, stream))
+    for module in (build_backend, warm_up, native_backend):
+        monkeypatch.setattr(module, "on_device", on_device)
+    monkeypatch.setattr(build_backend, "on_stream", lambda stream: on_device(None, stream))
     backend = build(checkpoint)
     in_warm_up = len(entered)
     run(backend, [(0, [1, 2], 0, True, GREEDY)])
@@ -394,7 +401,7 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
 def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch):
     set_aside = step_bytes_of(monkeypatch)
     for by_kernels in (False, True):
-        monkeypatch.setattr(native_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr(build_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
         build(checkpoint, max_batch_size=7).close()
     assert scratch_bytes(7, VOCAB, 4) > 7 * 2048 * 4
     config = checkpoint[1].config
@@ -407,24 +414,23 @@ def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch)
 def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, layout, most_tokens):
     """All graphs use the memory of the largest one, which is that of a step with its tokens and rows of logits.
 
-    An engine for 20 sequences and 100 tokens captures generation steps of up to 24 rows. With the layout `fused`, it
+    An engine for 20 sequences and 100 tokens captures generation steps of up to 24 rows. With the layout `packed`, it
     also captures steps with contexts, of up to 32 generation rows and 128 context tokens.
     """
     set_aside = step_bytes_of(monkeypatch)
-    monkeypatch.setattr(native_backend.NativeBackend, "capture_graphs", lambda backend, must: None)
     for captures in (False, True):
-        monkeypatch.setattr(native_backend, "obstacle_to_graphs",
-                            lambda *given, captures=captures: "" if captures else "no")
+        monkeypatch.setattr(wanted, "obstacle_to_graphs", lambda *given, captures=captures: "" if captures else "no")
+        monkeypatch.setattr(making, "make_graph", lambda *given: None)
         build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
-    spec = native_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
-    expected = native_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)
+    spec = build_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
+    expected = build_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)
     assert set_aside[1] - set_aside[0] == expected > 24 * VOCAB * 4
 
 
 def step_bytes_of(monkeypatch):
     """Return a list to which each engine that is built appends the bytes that it sets aside for steps."""
-    set_aside, plan = [], native_backend.plan_memory
-    monkeypatch.setattr(native_backend, "plan_memory", lambda *args, **facts: (
+    set_aside, plan = [], build_backend.plan_memory
+    monkeypatch.setattr(build_backend, "plan_memory", lambda *args, **facts: (
         set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
     return set_aside
 
@@ -443,7 +449,7 @@ def test_the_warm_up_samples_from_logits_of_each_dtype_that_serving_has(checkpoi
             self._sample_token = lambda logits, only_greedy=False, **more: (
                 seen.add((logits.dtype, only_greedy)) or sample(logits.float(), **more))
 
-    monkeypatch.setattr(native_backend, "GptDecoder", ReadsAnyDtype)
+    monkeypatch.setattr(build_backend, "GptDecoder", ReadsAnyDtype)
     build(checkpoint, dtype="bfloat16")
     # All kernels of greedy steps are used by sampled steps too.
     assert seen == {(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)}
@@ -454,7 +460,7 @@ def test_the_pool_is_clean_after_the_warm_up_and_nobodys_random_state_moved(chec
     backend = build(checkpoint)
     run(backend, [(0, [1, 2], 0, True, SlotSetup(SamplingConfig(top_p=0.9)))])
     assert torch.equal(torch.get_rng_state(), state)
-    assert not build(checkpoint)._pool.any()
+    assert not build(checkpoint)._parts.pool.any()
 
 
 @pytest.mark.parametrize("changes, text", [
@@ -476,7 +482,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(checkpoint):
 @pytest.mark.parametrize("num_slots", [10**13, 2**70])
 def test_more_sequences_than_memory_has_room_for_are_refused_before_anything_is_made(
         checkpoint, num_slots, monkeypatch):
-    monkeypatch.setattr(native_backend, "make_kv_pool", lambda *_: pytest.fail("made a pool"))
+    monkeypatch.setattr(build_backend, "make_kv_pool", lambda *_: pytest.fail("made a pool"))
     with pytest.raises(InsufficientMemoryError, match=f"{num_slots:,} sequences.*lower max_num_sequences"):
         build(checkpoint, num_slots=num_slots)
 
@@ -489,7 +495,7 @@ def test_whatever_cannot_be_made_is_refused_with_the_sizes(checkpoint, part, fau
     def fail(*_, **__):
         raise fault
 
-    monkeypatch.setattr(native_backend, part, fail)
+    monkeypatch.setattr(build_backend, part, fail)
     with pytest.raises(ConfigError, match="5 sequences of 64 tokens") as raised:
         build(checkpoint)
     assert type(raised.value) is error and raised.value.__cause__ is fault and str(fault) in str(raised.value)
@@ -497,7 +503,7 @@ def test_whatever_cannot_be_made_is_refused_with_the_sizes(checkpoint, part, fau
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint, load_format, monkeypatch):
-    monkeypatch.setattr(native_backend, "free_memory", lambda device: 12_345)
+    monkeypatch.setattr(build_backend, "free_memory", lambda device: 12_345)
     with pytest.raises(InsufficientMemoryError, match="do not fit.*; expected at most 12,345 bytes, which are free"):
         build(checkpoint, load_format=load_format)
 
@@ -590,7 +596,7 @@ def test_another_attention_can_be_passed_in(checkpoint):
 
 def test_in_bfloat16_the_log_probs_are_close_to_those_of_float32(checkpoint):
     backend, [prompt] = build(checkpoint, dtype="bfloat16"), prompts_of(9)
-    assert backend.info.dtype == "bfloat16" and backend._pool.dtype == torch.bfloat16
+    assert backend.info.dtype == "bfloat16" and backend._parts.pool.dtype == torch.bfloat16
     output = run(backend, [(0, prompt, 0, True, SlotSetup(return_context_logits=True))])
     *_, logits = reference(checkpoint, prompt, 1)
     error = np.abs(output.context_logits[0] - logits.numpy()).max()
@@ -605,7 +611,7 @@ def test_on_a_gpu_tokens_and_log_probs_are_those_of_the_cpu(checkpoint, layout, 
               SlotSetup(SamplingConfig(top_k=20, top_p=0.9, random_seed=4), return_log_probs=True),
               SlotSetup(SamplingConfig(temperature=0.7, top_p=1.0, random_seed=2**64 - 1))]
     replayed = _check_on_a_gpu(checkpoint, layout, setups, monkeypatch)
-    # The generation steps; with the layout `fused`, also the steps with contexts.
+    # The generation steps; with the layout `packed`, also the steps with contexts.
     assert replayed == {packing.packed: 10, packing.split: 8, packing.padded: 0}[layout]
 
 
@@ -630,15 +636,15 @@ def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
     """
     prompts, results, replays = prompts_of(9, 20, 3), [], []
     setups = [setup.continuing(prompt) for setup, prompt in zip(setups, prompts)]
-    replay = graphs.CapturedGraph.replay
-    monkeypatch.setattr(graphs.CapturedGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+    replay = CapturedGraph.replay
+    monkeypatch.setattr(CapturedGraph, "replay", lambda graph: replays.append(1) or replay(graph))
 
     def generated(device, **options):
         kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * BLOCKS)            # a GPU refuses blocks of SIZE tokens
         driver = Driver(build(checkpoint, layout=layout, device=device, dtype="float32", kv_cache_config=kv,
                               max_num_tokens=64, **options))
         replays.clear()                                                                # those of the check
-        assert any(form.name == "graph" for form in driver.backend._forms) == options.get("cuda_graphs", False)
+        assert ("graph" in driver.backend._forms.steps) == options.get("cuda_graphs", False)
         driver.run([(0, prompts[0], 0, True, setups[0]), (1, prompts[1][:16], 0, False, setups[1])])
         driver.run([(1, prompts[1][16:], 16, True, None), (2, prompts[2], 0, True, setups[2])], [0])
         for _ in range(8):
@@ -676,16 +682,17 @@ def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkp
     batch = ScheduledBatch(iteration=1, generation=GenerationWork(
         np.array([0, 1], np.int32), np.array([7, 5], np.int32), num_drafts=np.array([drafts, 1], np.int32),
         draft_tokens=np.array([*expected[0][1:drafts + 1], wrong], np.int32)))
-    with pytest.raises(NotImplementedError, match="draft tokens are not verified"):
+    with pytest.raises(NotImplementedError, match=r"\(packed: drafts\)"):
         backend.start(batch)
 
+    form, returned, tensors = backend._forms._forms[-1], {}, {}
     with torch.inference_mode():
-        (call,) = packing.packed(batch, backend._tables, SIZE)
-        result = backend._runner.run(call, backend._decoder.state)
-        tokens = backend._runner.logits(result.hidden).argmax(-1).tolist()
+        (call,) = packing.packed(batch, backend._parts.tables, SIZE)
+        hidden, rows = form._run(call, None, tensors, returned)
+        tokens = form._head.logits(hidden).argmax(-1).tolist()
     assert tokens[:drafts + 1] == expected[0][1:]
     assert tokens[drafts + 1] == expected[1][1], "what precedes the wrong draft is not touched by it"
-    assert result.rows.slots.tolist() == [0] * (drafts + 1) + [1] * 2
-    assert result.rows.positions.tolist() == [*range(8, 8 + drafts + 1), 6, 7]
-    assert result.context_finite is None and result.context_logits == {}
+    assert rows.slots.tolist() == [0] * (drafts + 1) + [1] * 2
+    assert rows.positions.tolist() == [*range(8, 8 + drafts + 1), 6, 7]
+    assert returned == tensors == {}
     backend.close()

@@ -16,7 +16,7 @@ from batch_manager.handover import (
     SlotSetup,
 )
 from batch_manager.runtime import packing
-from batch_manager.runtime.native_backend import build_native_backend
+from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
@@ -48,7 +48,8 @@ class Schedule:
         self.free_slots, self.free_blocks = list(range(SLOTS)), list(range(BLOCKS))
         self.window, self.sink, self.runs_twice = window, sink, True
         self.pauses = self.reruns = self.taken_back = self.followed = 0
-        self.num_operations = backend._operations.num_done
+        operations = getattr(backend, "_operations", None)              # of the native backend
+        self.num_operations = backend._num_operations if operations is None else operations.num_done
 
     def run(self):
         while self.waiting or self.running:
@@ -173,7 +174,7 @@ class Schedule:
                         self.backend.poison_blocks(sequence.blocks[index : index + 1])
                     else:
                         with torch.inference_mode():
-                            self.backend._pool[sequence.blocks[index]] = torch.nan
+                            self.backend._parts.pool[sequence.blocks[index]] = torch.nan
                     self.free_blocks.append(sequence.blocks[index])
                     sequence.blocks[index] = None
                     self.taken_back += 1

@@ -17,7 +17,7 @@ import batch_manager  # noqa: E402
 from batch_manager import ConfigError, InsufficientMemoryError, KvCacheConfig, TrtGptModelOptionalParams  # noqa: E402
 from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import packing  # noqa: E402
-from batch_manager.runtime.native_backend import build_native_backend  # noqa: E402
+from batch_manager.runtime.build_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
 from batch_manager.tools.inspect import (  # noqa: E402
     OPTION_OF,
@@ -54,6 +54,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
         assert (facts["vocab_size"], tuple(facts["end_ids"])) == (info.vocab_size, info.end_ids)
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
         assert (facts["not_compiled"], facts["not_captured"]) == (info.not_compiled, info.not_captured)
+        assert facts["absent"] == info.absent
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:

@@ -53,7 +53,7 @@ def traits_of(batch: ScheduledBatch, slots: SlotState) -> int:
     Context logits of a generating sequence do not count, because its context has run.
     """
     generation, traits = batch.generation, 0
-    if len(generation):
+    if len(generation.slots):
         traits = int(np.bitwise_or.reduce(slots.features[generation.slots])) & ~CONTEXT_LOGITS
         if generation.num_drafts is not None:
             traits |= DRAFTS
@@ -179,9 +179,11 @@ class Forms:
 
     def figures(self) -> dict[str, int]:
         """Return the number of steps by form, and the statistics of the forms."""
-        figures = {f"{name.capitalize()} Steps": count for name, count in self.steps.items()}
-        for form in self._forms:
+        figures: dict[str, int] = {}
+        for form in reversed(self._forms):                 # of equal names, the first form's is told
             figures |= form.figures()
+        for name, count in self.steps.items():
+            figures[f"{name.capitalize()} Steps"] = count
         return figures
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Prepare a process for a dry run: a CPU, interpreted kernels, and a substitute for CUDA graphs."""
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,14 +39,14 @@ def dry_graphs() -> Iterator[None]:
 
     Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
     """
-    from batch_manager.runtime import native_backend
-    from batch_manager.runtime.forms.graph import form as graphs
+    from batch_manager.runtime import build_backend
+    from batch_manager.runtime.forms import wanted
 
-    before = native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph
-    native_backend.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"
-    native_backend.mixed_sizes = lambda *_: frozenset()
-    graphs.CapturedGraph = DryGraph
+    before = wanted.obstacle_to_graphs, build_backend.mixed_sizes, build_backend.build_native_backend
+    wanted.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"
+    build_backend.mixed_sizes = lambda *_: frozenset()
+    build_backend.build_native_backend = functools.partial(before[-1], graph=DryGraph)
     try:
         yield
     finally:
-        native_backend.obstacle_to_graphs, native_backend.mixed_sizes, graphs.CapturedGraph = before
+        wanted.obstacle_to_graphs, build_backend.mixed_sizes, build_backend.build_native_backend = before

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from batch_manager.runtime import native_backend  # noqa: F401  (imported once, not in each process)
+from batch_manager.runtime import build_backend  # noqa: F401  (imported once, not in each process)
 
 from .bench import Bench, OutOfTimeError
 from .denominators import rates_of

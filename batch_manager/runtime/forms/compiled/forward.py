@@ -1,21 +1,22 @@
 """Runs a model as compiled code on a CPU: one call for the recorded forward of a step, another call for the head."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from ....attention.interface import PackedStep
 from ....errors import counted
 from ....layers.recording import Recording
 from ....triton_kernels.cpu.large_pages import allocate
 from ....triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
 from ....triton_kernels.cpu.native.matrix import PackedMatrix
+from ...packing import ModelCall
 from .thread_governor import ThreadGovernor
 
 
-class CompiledStep:
-    """Runs the recorded operations of a model over a KV cache pool.
+class CompiledForward:
+    """Runs the recorded operations of a model over a KV cache pool, for calls without padding. See Forward.
 
     The operations read and write *registers*, which are buffers with one row for each token of the step. This class
     allocates them.
@@ -23,16 +24,15 @@ class CompiledStep:
     recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     number of query heads
-    head          the packed matrix of the model's head; None: the head does more than multiply, and
-                  this class does not run it
-    threads       largest number of threads, including the calling thread
+    governor      chooses the number of threads of each call
     Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
-                  CompiledStep, and packing raises the same error
+                  CompiledForward, and packing raises the same error
     """
 
-    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, head: PackedMatrix | None,
-                 threads: int) -> None:
-        self._head, self._governor = head, ThreadGovernor(threads)
+    dispatch = "compiled"
+
+    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, governor: ThreadGovernor) -> None:
+        self._governor = governor
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
@@ -44,14 +44,13 @@ class CompiledStep:
                           cache=address(self._cache), type=self._type)
         self._capacity = 0
 
-    def run(self, hidden: torch.Tensor, step: PackedStep) -> torch.Tensor:
-        """Return the hidden states that the model's forward computes, after the last norm.
+    def plan(self, call: ModelCall) -> tuple[()]:
+        return ()
 
-        hidden    [T, hidden size]; may be overwritten
-        Mutates   the entries of the step's tokens in the KV cache pool
-        Raises    MemoryError
-        """
-        rows, recording = len(hidden), self._recording
+    def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
+            ) -> torch.Tensor:
+        """See Forward. The result is after the last norm. Raises MemoryError."""
+        rows, recording, step = len(hidden), self._recording, call.step
         if rows > self._capacity:
             self._make_room(rows)
         hidden = hidden.to(recording.dtype).contiguous()
@@ -77,23 +76,6 @@ class CompiledStep:
         """Number of threads that computed the newest step."""
         return self._governor.newest
 
-    @property
-    def has_head(self) -> bool:
-        """Whether the head is compiled, so that `logits` and `largest` can be called."""
-        return self._head is not None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [r, vocab] float32 for hidden [r, hidden size]."""
-        return self._head.multiply(hidden, torch.float32, self.threads)
-
-    def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest logit of each row, without storing all logits.
-
-        hidden    [r, hidden size]
-        Returns   tokens [r] int64, the lowest id among equals; logits [r] float32, NaN where any logit is NaN
-        """
-        return self._head.largest(hidden, self.threads)
-
     def _make_room(self, rows: int) -> None:
         """Allocate the registers, which are the buffers of a step, for at least `rows` rows. Fill them with zeros.
 
@@ -104,6 +86,19 @@ class CompiledStep:
         start = self._memory.ctypes.data
         self._registers[:] = [start + offset * capacity * itemsize for offset in self._offsets]
         self._capacity = capacity              # set last: if the allocation fails, the old registers stay valid
+
+
+class CompiledHead:
+    """Multiplies with the packed matrix of a model's head, on the threads that `governor` chose last. See Head."""
+
+    def __init__(self, matrix: PackedMatrix, governor: ThreadGovernor) -> None:
+        self._matrix, self._governor = matrix, governor
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._matrix.multiply(hidden, torch.float32, self._governor.newest)
+
+    def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._matrix.largest(hidden, self._governor.newest)
 
 
 def arrange(recording: Recording) -> tuple[list[int], int]:

@@ -1,96 +1,47 @@
-"""Decides whether a model's forward runs as compiled code on a CPU, and compares the compiled forward with torch."""
-
-from collections.abc import Callable
+"""Makes the compiled form of a model's forward and head, and compares the forward with the model's layers."""
 
 import torch
 
-from ....attention.interface import Attention
-from ....config import TrtGptModelOptionalParams
 from ....contained_log import log
-from ....decoding.slots import share
-from ....errors import ConfigError
 from ....layers.recording import NotRecordableError, RecordedAttention, record, record_head
-from ....loading_thread import check_interruption
 from ....models.loading import LoadedModel
 from ....models.spec import ModelSpec
-from ....triton_kernels.cpu.native.library import TYPES, CannotCompileError, load_library
-from ....triton_kernels.dispatch import use_triton
+from ...packing import ModelCall
+from ...parts import DeviceParts
 from ..comparison import difference_from_layers, first_step
-from .forward import CompiledStep
+from ..form import NoForm
+from ..wanted import obstacle_of_model
+from .forward import CompiledForward, CompiledHead
+from .thread_governor import ThreadGovernor
 
-LARGEST_HEAD, LARGEST_BLOCK, BLOCK_UNIT = 256, 256, 16
 COMPARED_TOKENS = 5
 
 
-def obstacle_to_compiling(params: TrtGptModelOptionalParams, device: torch.device,
-                          attention_factory: Callable[..., Attention] | None) -> str:
-    """Return why matrices are not packed for compiled code; "" if they are.
+def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int
+                  ) -> tuple[CompiledForward, CompiledHead | None]:
+    """Return the compiled form of a model's forward, after a check that its results on one step agree with the layers'.
 
-    Raises ConfigError if cpu_compile is True, but the forward cannot run as compiled code.
-    """
-    obstacle, is_avoidable = _choice(params, device, attention_factory), False
-    if not obstacle:
-        try:
-            load_library(check_interruption)
-        except CannotCompileError as error:
-            obstacle, is_avoidable = str(error), True
-    if obstacle and params.cpu_compile:
-        raise ConfigError(f"cpu_compile is True, but {obstacle}", "compiled steps need a CPU, a C compiler, the "
-                          "package's own attention and deterministic=False",
-                          "leave cpu_compile unset to run steps in torch")
-    if is_avoidable:
-        log.warning("steps run in torch, and the engine is 2 to 27 times slower than with compiled steps: %s", obstacle)
-    elif obstacle and device.type == "cpu" and params.cpu_compile is None:
-        log.info("steps run in torch: %s", obstacle)
-    return obstacle
-
-
-def _choice(params: TrtGptModelOptionalParams, device: torch.device, attention_factory) -> str:
-    """Return the setting that rules out compiled steps; "" if there is none."""
-    if params.cpu_compile is False:
-        return "cpu_compile is False"
-    if device.type != "cpu":
-        return f"the device is {device}"
-    if use_triton(device):
-        return "TRITON_INTERPRET is set"
-    if params.deterministic:
-        return "deterministic is set"
-    if attention_factory is not None:
-        return "Parts.attention is set"
-    block = params.kv_cache_config.tokens_per_block
-    if block % BLOCK_UNIT or block > LARGEST_BLOCK:
-        return f"tokens_per_block is {block}, not a multiple of {BLOCK_UNIT} up to {LARGEST_BLOCK}"
-    return ""
-
-
-def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Return why no model of this spec and data type runs as compiled code; "" if it may."""
-    if dtype not in TYPES:
-        return f"it computes in {dtype}, not in {' or '.join(map(str, TYPES))}"
-    if spec.head_size > LARGEST_HEAD:
-        return f"its head_size is {spec.head_size}, above {LARGEST_HEAD}"
-    return ""
-
-
-def compile_step(loaded: LoadedModel, spec: ModelSpec, attention: Attention, kv_pool: torch.Tensor,
-                 sink: int, threads: int) -> CompiledStep:
-    """Return the compiled form of a model's forward, after a check that its results on one step agree with torch's.
+    The second value is the compiled head; None: the head does more than multiply, and is not compiled.
 
     spec      the model's spec with the effective windows
-    threads   largest number of threads that the compiled code uses
+    sink      number of sink tokens of the attention
     Mutates   block 0 of the KV cache pool, used for the comparison
-    Raises    NotRecordableError, with the reason why the model runs in torch
+    Raises    NotRecordableError, or NoForm if the results differ from those of the layers
     """
     if obstacle := obstacle_of_model(spec, loaded.dtype):
         raise NotRecordableError(obstacle)
+    threads = parts.num_threads or torch.get_num_threads()
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
-    with torch.inference_mode():
-        recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
-        head = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
-        compiled = CompiledStep(recording, kv_pool, spec.num_heads, head, threads)
-        num_tokens = min(COMPARED_TOKENS, kv_pool.shape[4], spec.max_position_embeddings)
-        step = first_step(num_tokens, spec.vocab_size, num_tokens)
-        if difference := difference_from_layers(loaded, attention, share, step, lambda hidden, *_: compiled.run(
-                hidden.to(loaded.dtype), step), gives_logits=False):
-            raise NotRecordableError(difference)
-    return compiled
+    recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
+    matrix = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
+    governor = ThreadGovernor(threads)
+    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor)
+    num_tokens = min(COMPARED_TOKENS, parts.tokens_per_block, spec.max_position_embeddings)
+    step = first_step(num_tokens, spec.vocab_size, num_tokens)
+    if difference := difference_from_layers(
+            loaded, parts.attention, parts.uploads.send, step,
+            lambda hidden, positions, _: forward.run(ModelCall(step), hidden.to(loaded.dtype), positions, ()),
+            gives_logits=False):
+        raise NoForm(difference, is_wrong=True)
+    log.info("steps run as compiled code on at most %d threads; torch runs the rest of a step", threads)
+    return forward, None if matrix is None else CompiledHead(matrix, governor)

@@ -16,18 +16,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
-from ....config import TrtGptModelOptionalParams
 from ....contained_log import log
 from ....decoding.slots import SAMPLES
-from ....errors import ConfigError
 from ....handover import ScheduledBatch
-from ....triton_kernels.dispatch import use_triton
-from ... import packing
 from ...device.memory import used_memory
 from ...device.running import CapturedGraph, first_line
-from ...packing import Divide
 from ...parts import DeviceParts
 from ..fixed.form import PLAIN, FixedResult, read_result
 from ..fixed.inputs import FixedInputs
@@ -117,33 +110,3 @@ def capture(parts: DeviceParts, inputs: FixedInputs, launches: Launches, sizes: 
              max(shape.context_tokens for shape in shapes), time.monotonic() - began,
              f"{used_memory(device) - used:,}")
     return GraphForm(parts, inputs, {shape: graph.replay for shape, graph in graphs.items()})
-
-
-def obstacle_to_graphs(params: TrtGptModelOptionalParams, device: torch.device, layout: Divide, has_own_attention: bool
-                       ) -> str:
-    """Return why no graphs of plain steps (see inputs.py) will be captured; "": nothing is known to prevent it.
-
-    Raises ConfigError if cuda_graphs is True but graphs are impossible.
-    """
-    if params.cuda_graphs is False:
-        return "cuda_graphs is False"
-    obstacle = _obstacle(params, device, layout, has_own_attention)
-    if obstacle and params.cuda_graphs:
-        raise ConfigError(f"cuda_graphs is True, but {obstacle}", "graphs need a GPU with triton and the package's own "
-                          "attention, without `deterministic` and without TrtGptModelType.V1",
-                          "leave cuda_graphs unset to launch kernels one by one")
-    return obstacle
-
-
-def _obstacle(params: TrtGptModelOptionalParams, device: torch.device, layout: Divide, has_own_attention: bool) -> str:
-    if device.type != "cuda":
-        return f"the device is {device}"
-    if not use_triton(device):
-        return "triton is not installed"
-    if params.deterministic:
-        return "deterministic is set"
-    if has_own_attention:
-        return "Parts.attention is set"
-    if layout is packing.padded:
-        return "TrtGptModelType.V1 pads steps to their static batch"
-    return ""

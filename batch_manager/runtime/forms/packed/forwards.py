@@ -1,12 +1,84 @@
-"""Padded calls of a model. Attention and KV cache see the packed tokens only."""
+"""What a form that calls the model is made of: forwards and heads; and the forward of calls with padding."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ....attention.interface import Attention, PackedStep, RotaryTable
 from ....models.registry import Model
+from ...packing import ModelCall
+
+
+class Forward(Protocol):
+    """Computes the hidden states of a model call.
+
+    dispatch   what computes: "triton", "compiled" or "torch"
+    threads    number of threads that computed the newest call, for statistics; None: those of torch
+    """
+
+    dispatch: str
+    threads: int | None
+
+    def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
+        """Return the arrays that `run` needs on the device besides those of every call."""
+        ...
+
+    def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
+            ) -> torch.Tensor:
+        """Return the hidden states of the call's tokens, [T, hidden size]. Writes their entries of the KV cache pool.
+
+        hidden      [T, hidden size]: embeddings; may be overwritten
+        positions   [T] int64
+        tensors     the arrays of `plan` on the device
+        """
+        ...
+
+
+class Head(Protocol):
+    """Computes logits. `largest` may be None: the head always stores all logits."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [r, vocab], float32 or in the dtype of the weights, for hidden [r, hidden size]."""
+        ...
+
+    def largest(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest logit of each row without storing all logits.
+
+        hidden    [r, hidden size]
+        Returns   tokens [r] int64, the lowest id among equals; logits [r] float32, NaN where any logit is NaN
+        """
+        ...
+
+
+class PaddedForward:
+    """Runs calls with padding in the model's layers, and calls without padding in `unpadded`. See Forward.
+
+    Attention and KV cache see the tokens only, and not the padding.
+    """
+
+    def __init__(self, model: Model, attention: Attention, unpadded: Forward) -> None:
+        self._model, self._attention, self._unpadded = model, attention, unpadded
+        self.dispatch = attention.dispatch
+
+    @property
+    def threads(self) -> int | None:
+        return self._unpadded.threads
+
+    def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
+        if call.padding is None:
+            return self._unpadded.plan(call)
+        return [call.padding.rows, *(self._attention.plan(call.step) or ())]
+
+    def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
+            ) -> torch.Tensor:
+        if call.padding is None:
+            return self._unpadded.run(call, hidden, positions, tensors)
+        rows, *planned = tensors
+        if planned:
+            self._attention.receive(planned)
+        return forward_padded(self._model, hidden, positions, self._attention, rows, call.padding.num_rows)
 
 
 class PaddedAttention:

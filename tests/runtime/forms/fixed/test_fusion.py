@@ -11,18 +11,15 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.attention.registry import make_attention
 from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.layers.recording import LookedUp, NotRecordableError
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime import native_backend, packing
 from batch_manager.runtime.device.running import Uploads
 from batch_manager.runtime.forms import comparison
 from batch_manager.runtime.forms.comparison import Tolerance, difference_from_layers, first_step
@@ -31,8 +28,8 @@ from batch_manager.runtime.forms.fixed.fusion import FusedProduct, fuse
 from batch_manager.runtime.forms.fixed.making import compared_tokens, make_fused_body, record_launches
 from batch_manager.runtime.forms.fixed.recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.forms.form import NoForm
+from batch_manager.runtime.forms.making import attempt
 from batch_manager.runtime.kv_pool import make_kv_pool
-from batch_manager.runtime.native_backend import build_native_backend
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from batch_manager.triton_kernels.reference.rms_norm import rms_norm
@@ -415,31 +412,24 @@ def test_registers_are_given_back_behind_their_last_use(monkeypatch):
 def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, level, monkeypatch, caplog):
     """If a model cannot be recorded, or its fused step gives other logits, the engine runs its layers without fusion.
 
-    The log says so. The attempt leaves nothing in the KV cache. The attention in torch stands in for Triton's, the only
-    one that has plain steps.
+    The log says so. The attention in torch stands in for Triton's, the only one that has fused steps.
     """
     loaded = load("llama", monkeypatch)
-    backend = build_native_backend(
-        Path(__file__).parents[4] / "examples" / "models" / "austen-4m",
-        TrtGptModelOptionalParams(device="cpu", cpu_compile=False, max_seq_len=64,
-                                  kv_cache_config=KvCacheConfig(max_tokens=512)),
-        layout=packing.packed, num_slots=2)
     monkeypatch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: LIMITS)
-    monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
-    pool, made = pool_of(loaded), []
-    backend._forms, backend._make_forms = (None,), lambda model, fused: made.append(fused)
-    backend._parts, backend._pool = SimpleNamespace(attention=make_attention(loaded.spec, pool), uploads=Uploads(CPU),
-                                                    tokens_per_block=BLOCK_TOKENS), pool
+    pool, absent = pool_of(loaded), {}
+    parts = SimpleNamespace(attention=make_attention(loaded.spec, pool), uploads=Uploads(CPU),
+                            tokens_per_block=BLOCK_TOKENS)
+
+    def made():
+        return attempt(absent, loaded.model, (), "fused", lambda: make_fused_body(parts, loaded, loaded.spec, 2))
+
     forward = type(loaded.model).forward
-    backend.fuse_steps(loaded, loaded.spec, 2)
-    assert isinstance(made.pop(), FusedBody) and not np.any(pool.numpy())
-    backend._forms = (None,)
+    assert isinstance(made(), FusedBody) and absent == {}
     monkeypatch.setattr(type(loaded.model), "forward", lambda self, hidden, positions, attention: forward(
         self, change(hidden), positions, attention))
     with caplog.at_level(logging.INFO, "batch_manager"):
-        backend.fuse_steps(loaded, loaded.spec, 2)
-    assert made == [] and "steps of Llama are not fused" in caplog.text
-    assert caplog.records[-1].levelno == level
+        assert made() is None
+    assert f"steps are not fused: {absent['fused']}" in caplog.text and caplog.records[-1].levelno == level
 
 
 class OutOfResources(Exception):
@@ -453,14 +443,7 @@ def test_fusion_that_does_not_fit_is_left_out(monkeypatch, caplog, error, is_sur
     def fails(*given):
         raise error
 
-    device = torch.device("cpu")
-    backend = SimpleNamespace(
-        _forms=(None,), _device=device, _stream=None, _parts=None, _pool=torch.ones(2, 1, 2, 1, 8, 4),
-        _make_forms=None)
-    monkeypatch.setattr(native_backend, "use_triton", lambda device: True)
-    monkeypatch.setattr(native_backend, "make_fused_body", fails)
-    loaded = SimpleNamespace(model=object(), spec=None)
+    absent = {}
     with contextlib.nullcontext() if is_survived else pytest.raises(RuntimeError, match="illegal"):
-        native_backend.NativeBackend.fuse_steps(backend, loaded, None, 2)
-    assert not is_survived or "steps of object are not fused: " in caplog.text
-    assert backend._forms == (None,) and not backend._pool[0].any()
+        assert attempt(absent, object(), (), "fused", fails) is None
+    assert not is_survived or f"steps are not fused: {absent['fused']}" in caplog.text

@@ -8,10 +8,11 @@ import torch
 from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError
 from batch_manager.runtime import packing
+from batch_manager.runtime.forms import wanted
 from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.forms.form import CONTEXTS, NoForm
-from batch_manager.runtime.forms.graph import form as graphs
-from batch_manager.runtime.forms.graph.form import capture, obstacle_to_graphs
+from batch_manager.runtime.forms.graph.form import capture
+from batch_manager.runtime.forms.wanted import obstacle_to_graphs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPES = [Shape(rows, is_split, samples) for rows in (1, 2, 4) for samples in (False, True)
@@ -98,7 +99,7 @@ def test_a_capture_that_fails_leaves_no_form_and_says_why():
 ])
 def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
         monkeypatch, changes, device, has_triton, own_attention, layout, obstacle):
-    monkeypatch.setattr(graphs, "use_triton", lambda _: has_triton)
+    monkeypatch.setattr(wanted, "use_triton", lambda _: has_triton)
 
     def asked(cuda_graphs):
         params = TrtGptModelOptionalParams(cuda_graphs=cuda_graphs, **changes)

@@ -1,0 +1,248 @@
+"""Builds the native backend: loads a checkpoint, plans the memory, and makes the parts and the forms of an engine."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
+from ..attention.interface import Attention
+from ..attention.registry import make_attention
+from ..attention.windows import effective_windows
+from ..config import TrtGptModelOptionalParams
+from ..contained_log import log
+from ..decoding.decoder import GptDecoder
+from ..decoding.logits_stage import LogitsStage
+from ..decoding.slots import SlotState
+from ..errors import ConfigError, InsufficientMemoryError, counted
+from ..models.loading import LoadedModel, load_model
+from ..seams import BackendInfo, MemoryUsage
+from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
+from ..triton_kernels.dispatch import use_triton
+from . import packing
+from .block_tables import BlockTables
+from .device.devices import device_name, num_multiprocessors, resolve_device
+from .device.memory import free_memory, release_memory
+from .device.running import (
+    CapturedGraph,
+    Readbacks,
+    Uploads,
+    finish_stream,
+    first_line,
+    is_out_of_memory,
+    make_stream,
+    on_device,
+    on_stream,
+)
+from .forms.fixed.inputs import can_bind
+from .forms.fixed.shapes import MOST_CONTEXTS, NO_SIZES, graph_rows, mixed_sizes
+from .forms.making import make_forms
+from .forms.wanted import wanted_forms
+from .kv_pool import block_bytes, block_operations, make_host_pool, make_kv_pool
+from .memory_plan import MemoryPlan, plan_host_blocks, plan_memory, refuse_too_many_slots, step_bytes
+from .native_backend import NativeBackend
+from .operations import Operations
+from .packing import Divide
+from .parts import DeviceParts
+from .thread_count import require_openmp, step_threads
+
+
+def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
+                         num_slots: int, max_beam_width: int = 1,
+                         attention_factory: Callable[..., Attention] | None = None,
+                         is_engine_thread: Callable[..., bool] = lambda thread: False,
+                         own_stages: Callable[[int, torch.device], Sequence[LogitsStage]] | None = None,
+                         graph: Callable[..., Any] = CapturedGraph) -> NativeBackend:
+    """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
+
+    layout              a function of packing.py, which divides a step into calls of the model
+    num_slots           number of sequences to allocate state for; the state grows if more arrive
+    max_beam_width      largest number of beams of a sequence
+    attention_factory   (spec, kv_pool) -> Attention. spec.attention has the effective windows: in each layer, the
+                        smaller of the model's and the configured window. With sink tokens, the factory also gets
+                        `sink=`; a factory without this parameter fails here. None: make_attention
+    own_stages          (num_slots, device) -> custom stages, see decoding/stages.py; None: no custom stages
+    is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
+                        of such a thread stay at num_threads between steps
+    graph               the class of captured graphs
+    Raises              ConfigError and its subclasses, after freeing all memory
+    """
+    device, kv = resolve_device(params.device), params.kv_cache_config
+    absent = wanted_forms(params, device, layout, attention_factory)
+    loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent)
+    spec = loaded.spec
+    max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
+    if max_seq_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"max_seq_len is {max_seq_len:,}",
+            f"the model has positions for {counted(spec.max_position_embeddings, 'token')}",
+            f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
+    # max_num_tokens does not limit padded calls. A step that does not fit into memory all the same is bisected.
+    step_tokens = params.max_batch_size * max_seq_len if layout is packing.padded else params.max_num_tokens
+    graph_sizes = NO_SIZES
+    if "graph" not in absent and layout is packing.packed:
+        graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
+    windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
+                                      kv.sink_token_length, max_seq_len)
+    with_windows = dataclasses.replace(spec, attention=tuple(
+        dataclasses.replace(layer, window=window) for layer, window in zip(spec.attention, windows)))
+    # Sink tokens exclude block reuse, so there is nothing to evict to the host.
+    host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size,
+                                   block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
+                                   free_bytes=free_memory(torch.device("cpu")))
+    plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
+                 None if "graph" in absent else graph_sizes)
+    log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
+             f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
+    refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
+
+    parts, stream = None, make_stream(device)
+    try:
+        with on_stream(stream), torch.inference_mode():
+            pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
+            host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
+            attention = (attention_factory or make_attention)(
+                with_windows, pool, **({"sink": sink} if sink else {}),
+                **({"deterministic": True} if params.deterministic else {}))
+            stages = tuple(own_stages(num_slots, device)) if own_stages else ()
+            num_threads = params.num_threads
+            if params.deterministic and num_threads is None:
+                num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
+            parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
+                               max_beam_width=max_beam_width, max_seq_len=max_seq_len, num_threads=num_threads,
+                               is_engine_thread=is_engine_thread)
+        if "compiled" not in absent:
+            hold_helpers(parts)                           # helper threads for products, from the warm-up on
+        asked = {"graph": params.cuda_graphs, "compiled": params.cpu_compile}
+        # The number of threads is set once for all steps, on the loading thread.
+        with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
+            forms = make_forms(parts, loaded, with_windows, layout, absent, graph_sizes=graph_sizes, sink=sink,
+                               most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages,
+                               must=[name for name, option in asked.items() if option], graph=graph)
+        return NativeBackend(parts, Operations(block_operations(pool, host_pool)), forms,
+                             make_info(parts, loaded, forms.dispatch, forms.absent, windows, sink),
+                             held_bytes(parts, loaded))
+    except Exception as error:
+        finish_stream(stream)                             # freed memory may be reused at once
+        if parts is not None:
+            release_helpers(parts)
+        release_memory(device)
+        # A factory in Parts that ran out of memory comes as a ConfigError.
+        if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
+            raise
+        state = f"{counted(num_slots, 'sequence')} of {counted(max_seq_len, 'token')} and " \
+                f"{counted(max_beam_width, 'beam')}"
+        if isinstance(error, ConfigError) or is_out_of_memory(error):
+            raise InsufficientMemoryError(
+                f"no memory is left for a step and the state of {state}: "
+                + (error.fact if isinstance(error, ConfigError) else first_line(error)),
+                "a step of the largest batch must fit in addition to the weights and the KV cache",
+                "lower max_num_sequences, max_batch_size, max_beam_width, KvCacheConfig.free_gpu_memory_fraction or "
+                "KvCacheConfig.max_tokens") from error
+        raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
+                          "the model must run a step before it serves requests", "see the exception above") from error
+
+
+def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),
+               stream: torch.Stream | None = None, own_stages: Sequence[LogitsStage] = (), *, num_slots: int,
+               max_beam_width: int = 1, max_seq_len: int, num_threads: int | None = None,
+               is_engine_thread: Callable[..., bool] = lambda thread: False) -> DeviceParts:
+    """Return the parts of an engine, which see DeviceParts for the arguments. Uses the current stream."""
+    device, max_blocks, uploads = loaded.device, -(-max_seq_len // pool.shape[4]), Uploads(loaded.device)
+    binds = can_bind(attention)                           # steps are padded with one extra slot
+    slots = SlotState(num_slots + binds, device, uploads.send)
+    return DeviceParts(
+        device=device, stream=stream, uploads=uploads, readbacks=Readbacks(device), pool=pool, host_pool=host_pool,
+        tables=BlockTables(num_slots, max_blocks, (num_slots * max_beam_width, max_blocks) if binds else None),
+        slots=slots, decoder=GptDecoder(slots, own_stages, deterministic=loaded.deterministic), attention=attention,
+        threads=step_threads(device, num_threads, is_engine_thread), num_threads=num_threads, num_slots=num_slots,
+        max_beam_width=max_beam_width, max_seq_len=max_seq_len, vocab_size=loaded.spec.vocab_size,
+        tokens_per_block=pool.shape[4])
+
+
+def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: dict[str, str],
+              windows: Sequence[int | None] = (None,), sink_tokens: int = 0) -> BackendInfo:
+    """Return the facts about an engine.
+
+    absent    name -> reason for each form that the engine lacks
+    windows   window of each layer in the attention; None: no window
+    """
+    device = parts.device
+    return BackendInfo(
+        vocab_size=parts.vocab_size, max_seq_len=parts.max_seq_len, num_blocks=len(parts.pool),
+        tokens_per_block=parts.tokens_per_block, num_slots=parts.num_slots, dispatch=dispatch,
+        hidden_size=loaded.spec.hidden_size, device=device_name(device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
+        host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
+        architecture=loaded.spec.architecture, end_ids=loaded.end_ids, model_implementation=loaded.implementation,
+        not_compiled=absent.get("compiled", "") if device.type == "cpu" else "", not_captured=absent.get("graph", ""),
+        absent=dict(absent))
+
+
+def held_bytes(parts: DeviceParts, loaded: LoadedModel) -> MemoryUsage:
+    """Return the bytes that weights, KV cache pool and host blocks take on the host."""
+    host_bytes = sum(block.nbytes for block in parts.host_pool)
+    if parts.device.type != "cpu":
+        return MemoryUsage(pinned=host_bytes)
+    return MemoryUsage(cpu=loaded.weight_bytes + parts.pool.nbytes + host_bytes)
+
+
+def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, device: torch.device,
+          attention_factory: Callable[..., Attention] | None, *, compiled: bool) -> LoadedModel:
+    """Load the checkpoint, and refuse sizes and parts that the device rules out."""
+    tokens_per_block = params.kv_cache_config.tokens_per_block
+    compiles_attention = device.type == "cuda" and use_triton(device) and attention_factory is None
+    if compiles_attention:
+        refuse_small_blocks(tokens_per_block, device_name(device))
+    if params.num_threads is not None and device.type == "cpu":
+        require_openmp()
+    if params.deterministic:
+        refuse_nondeterministic_parts(device, attention_factory)
+    try:
+        loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
+                            deterministic=params.deterministic, compiled_step=compiled,
+                            free_bytes=free_memory(device), model_implementation=params.model_implementation)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InsufficientMemoryError(f"the weights do not fit {device_name(device)}: {first_line(error)}",
+                                      f"{free_memory(device):,} bytes are free now",
+                                      "use a smaller model or dtype, or free memory") from error
+    if compiles_attention and not params.deterministic:           # with `deterministic`, decode attention is not used
+        with on_device(device):
+            refuse_large_blocks(loaded.spec, tokens_per_block, loaded.dtype, device_name(device))
+    return loaded
+
+
+def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int, max_beam_width: int, max_seq_len: int,
+          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None) -> MemoryPlan:
+    """Return the number of blocks of the KV cache pool, beside the buffers of steps.
+
+    graph_sizes   sizes of the captured steps with contexts; None: no graphs are captured
+    """
+    spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config
+    one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, loaded.dtype), device.type != "cpu"
+    processors = num_multiprocessors(device) if use_triton(device) else 0
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, processors)
+    if graph_sizes is not None:                           # graphs keep the memory of their steps
+        most_rows = graph_rows(num_slots)[-1]
+        set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
+                                processors)
+    return plan_memory(
+        kv, block_bytes=one_block, free_bytes=free_memory(device) - (0 if on_gpu else host_blocks * one_block),
+        step_bytes=set_aside, on_gpu=on_gpu, max_seq_len=max_seq_len,
+        max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
+
+
+def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:
+    """Raise ConfigError if the device or a custom attention rules out `deterministic`."""
+    if device.type != "cpu" and not use_triton(device):
+        raise ConfigError(f"deterministic is True and the device is {device_name(device)}, but triton is not installed",
+                          "on a GPU the deterministic matrix products are Triton kernels",
+                          "install triton, or use the CPU")
+    if attention_factory is not None:
+        raise ConfigError("deterministic is True and Parts.attention is set",
+                          "only the package's own attention is deterministic", "unset one of the two")

@@ -1,0 +1,200 @@
+"""Steps as calls of the model: the forms `compiled`, `packed` and `padded`, which differ in how a call is computed.
+
+The forward of the layers is here, and not in forwards.py: it is on the path of every step.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ....attention.interface import Attention, PackedStep
+from ....decoding.decoder import READS_LOGITS
+from ....decoding.logits_return import context_logits
+from ....decoding.sampled_step import UNUSABLE, SampledStep
+from ....decoding.slots import CONTEXT_LOGITS, SamplingRows
+from ....handover import ScheduledBatch, StepOutput
+from ....models.registry import Model
+from ...device.running import Readback
+from ...packing import Divide, ModelCall, slots_not_finite
+from ...parts import DeviceParts
+from ..form import ALL_FEATURES, CONTEXTS, EMBEDDINGS, PADDING
+from .forwards import Forward, Head
+
+SERVES = ALL_FEATURES | CONTEXTS | EMBEDDINGS              # of a packed form; `padded` also serves PADDING
+
+# Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
+UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
+
+
+class LayersForward:
+    """Runs the model's layers one by one, over an attention. See Forward."""
+
+    threads = None
+
+    def __init__(self, model: Model, attention: Attention) -> None:
+        self._model, self._attention, self.dispatch = model, attention, attention.dispatch
+
+    def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
+        return self._attention.plan(call.step) or ()
+
+    def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
+            ) -> torch.Tensor:
+        if tensors:
+            self._attention.receive(tensors)
+        return self._model.forward(hidden, positions, self._attention)
+
+
+class LayersHead:
+    """The model's own head. See Head."""
+
+    largest = None
+
+    def __init__(self, model: Model) -> None:
+        self.logits = model.logits
+
+
+class CallsForm:
+    """A StepForm that computes a step in one or two calls of the model. Each kind of batch is served.
+
+    name      "compiled", "packed" or "padded"
+    model     makes embeddings
+    forward   computes hidden states
+    head      computes logits
+    divide    a function of packing.py, which divides a batch into calls
+    threads   threads of torch in a step on a CPU; None: the engine's number
+    """
+
+    def __init__(self, name: str, parts: DeviceParts, model: Model, forward: Forward, head: Head, divide: Divide, *,
+                 threads: int | None = None) -> None:
+        self.name, self.dispatch, self.threads = name, forward.dispatch, threads
+        self.serves = SERVES | PADDING if name == "padded" else SERVES
+        self._parts, self._decoder, self._model, self._divide = parts, parts.decoder, model, divide
+        self._forward, self._head = forward, head
+        self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
+
+    def misfit(self, batch: ScheduledBatch) -> int:
+        return 0
+
+    def start(self, batch: ScheduledBatch, traits: int) -> "PendingCalls":
+        input_tokens = None
+        if batch.generation.beam_width > 1:
+            input_tokens = self._decoder.searches.input_tokens(batch.generation)
+        returned, tensors, sampled = {}, {}, None
+        parts, parts_of_rows = [], []
+        for call in self._divide(batch, self._parts.tables, self._parts.tokens_per_block):
+            hidden, rows = self._run(call, input_tokens, tensors, returned)
+            parts.append(hidden)
+            parts_of_rows.append(rows)
+        if len(parts) > 1:
+            hidden, rows = torch.cat(parts), join_rows(parts_of_rows)
+        if len(rows.slots):
+            if self._head.largest is None or traits & READS_LOGITS:
+                sampled = self._decoder.sample(self._head.logits(hidden), rows)
+            else:
+                sampled = self._decoder.sample_largest(*self._head.largest(hidden), rows)
+            tensors |= sampled.tensors()
+        readback = self._parts.readbacks.start(tensors)
+        if sampled is not None:
+            self._decoder.keep(sampled)
+        return PendingCalls(batch, self._parts.vocab_size, sampled, readback, returned)
+
+    def _run(self, call: ModelCall, input_tokens: np.ndarray | None, tensors: dict[str, torch.Tensor],
+             returned: dict[int, np.ndarray]) -> tuple[torch.Tensor, SamplingRows]:
+        """Run a call. Returns hidden states [r, hidden size] of the r rows to sample from, and these rows.
+
+        input_tokens   [g] int32: input tokens of the generation rows; None: the newest tokens in the slots
+        Mutates        tensors, with `context_finite` [context tokens] bool if the call has contexts: whether the hidden
+                       state of each context token is finite; returned, with the context logits of slots that want them
+        """
+        step, slots = call.step, self._parts.slots
+        num_contexts = step.num_contexts - step.num_verifying
+        num_context_tokens = int(step.query_starts[num_contexts]) if num_contexts else 0
+        generates = len(step.slots) > num_contexts
+        sampled_slots, sampled_positions = step.slots, step.kv_lengths
+        arrays = {}
+        for name, dtype in UPLOADED.items():
+            arrays[name] = getattr(step, name).astype(dtype)
+        if generates and input_tokens is not None:
+            arrays["token_ids"][num_context_tokens:] = input_tokens
+        if step.num_contexts:                              # a context samples a token after its last chunk only
+            sequences = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
+            sampled_slots = step.slots[sequences]
+            sampled_positions = step.positions[step.logits_rows] + np.int32(1)
+            arrays |= {"logits_rows": step.logits_rows, "sampled_slots": sampled_slots.astype(np.int64)}
+        arrays["sampled_positions"] = sampled_positions.astype(np.int64)
+        if step.num_verifying:
+            arrays["first_rows"] = step.query_starts[num_contexts:-1].astype(np.int64)
+        if call.embeddings is not None:
+            arrays["embedded_rows"] = np.nonzero(step.token_ids >= self._parts.vocab_size)[0]
+            arrays["token_ids"][arrays["embedded_rows"]] = 0       # any valid id; the embedding is replaced below
+            arrays["embeddings"] = call.embeddings
+        sent = self._parts.uploads.send([*arrays.values(), *self._forward.plan(call)])
+        given = dict(zip(arrays, sent))
+
+        token_ids, positions, generating = given["token_ids"], given["positions"], given["slots"][num_contexts:]
+        if step.num_verifying:
+            first_rows = given["first_rows"]
+            token_ids[first_rows] = slots.last_tokens.at(generating, positions[first_rows])
+        elif generates and input_tokens is None:
+            token_ids[num_context_tokens:] = slots.last_tokens.at(generating, positions[num_context_tokens:])
+        hidden = self._model.embed(token_ids)
+        if call.embeddings is not None:
+            hidden.index_copy_(0, given["embedded_rows"],
+                               given["embeddings"].to(hidden.dtype) * self._prompt_tuning_scale)
+        hidden = self._forward.run(call, hidden, positions, sent[len(arrays):])
+        if num_contexts:
+            # The sum of a row is not finite if any of its values is not.
+            tensors["context_finite"] = hidden[:num_context_tokens].sum(1, dtype=torch.float32).isfinite()
+            self._return_logits(step, num_contexts, hidden, returned)
+        if step.num_contexts and len(step.logits_rows) < len(hidden):
+            hidden = hidden[given["logits_rows"]]
+        return hidden, SamplingRows(sampled_slots, sampled_positions, given.get("sampled_slots", given["slots"]),
+                                    given["sampled_positions"])
+
+    def _return_logits(self, step: PackedStep, num_contexts: int, hidden: torch.Tensor,
+                       returned: dict[int, np.ndarray]) -> None:
+        slots = step.slots[:num_contexts]
+        for row in np.nonzero(self._parts.slots.active(CONTEXT_LOGITS, slots))[0].tolist():
+            part = hidden[step.query_starts[row] : step.query_starts[row + 1]]
+            returned[int(slots[row])] = context_logits(self._head.logits, part, self._parts.vocab_size)
+
+    def figures(self) -> dict[str, int]:
+        if self._parts.device.type != "cpu":
+            return {}
+        return {"Compute Threads": self._forward.threads or self._parts.num_threads or torch.get_num_threads()}
+
+    def close(self) -> None:
+        pass
+
+
+def join_rows(parts: Sequence[SamplingRows]) -> SamplingRows:
+    """Concatenate the sampling rows of several calls, in order."""
+    return SamplingRows(
+        np.concatenate([part.slots for part in parts]), np.concatenate([part.positions for part in parts]),
+        torch.cat([part.device_slots for part in parts]), torch.cat([part.device_positions for part in parts]))
+
+
+class PendingCalls:
+    """A launched step of a CallsForm; see seams.PendingStep.
+
+    sampled    the result of sampling; None: no token is sampled
+    returned   slot -> context logits [chunk tokens, vocab] float32 on the host
+    """
+
+    def __init__(self, batch: ScheduledBatch, vocab_size: int, sampled: SampledStep | None, readback: Readback,
+                 returned: dict[int, np.ndarray]) -> None:
+        self._batch, self._vocab_size = batch, vocab_size
+        self._sampled, self._readback, self._returned = sampled, readback, returned
+
+    def finish(self) -> StepOutput:
+        arrays = self._readback.wait()
+        failures = {}
+        if self._batch.context and not arrays["context_finite"].all():
+            failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
+        if self._sampled is None:
+            none = np.empty(0, np.int32)
+            return StepOutput(self._batch.micro_batch_id, none, none, np.empty(0, np.uint8),
+                              context_logits=self._returned, failures=failures)
+        return StepOutput(self._batch.micro_batch_id, **self._sampled.output(arrays, failures, self._vocab_size),
+                          context_logits=self._returned)
