@@ -62,9 +62,8 @@ class GptManager:
                                     request
     optional_params                 settings with a default
     terminate_req_id                a request with this id ends the worker once all other requests have ended
-    max_draft_tokens                most draft tokens of a sequence that a step verifies, 0 to 64; None: 0. More than 0
-                                    needs a Parts.backend that allows it in its BackendInfo. Nothing in the package
-                                    proposes draft tokens yet
+    max_draft_tokens                most draft tokens of a sequence that a step verifies, 0 to 64, as far as the backend
+                                    allows; None: 0
     exclude_input_in_output         responses that are not streamed have generated tokens only
     parts                           replacements for parts of the engine
     trt_engine_path                 alias of model_path
