@@ -281,6 +281,56 @@ def test_the_tools_do_not_grow():
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_100
 
 
+TOWER = [source for source in SOURCES if source.floor == "runtime" and source.path.name != "__init__.py"]
+# Attributes of the forms, their parts and the backend that are set outside of constructors, besides those in `close`.
+SET_LATER = {
+    "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
+    "operations.py": ({"num_done"}, "a counter"),
+    "forms/form.py": ({"choice"}, "of the launched step"),
+    "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows",
+                                   "num_sequences", "table_stride", "_memory", "_capacity"},
+                                  "arguments of the C call, and growth"),
+    "forms/compiled/thread_governor.py": ({"newest", "trial", "next_trial_s", "threads", "interval_s"}, "decisions"),
+    "forms/fixed/making.py": ({"result"}, "of a recording, before it is used"),
+}
+
+
+def test_the_rooms_of_the_device_tower_are_few():
+    rooms = Counter(source.path.parent.relative_to(PACKAGE / "runtime").as_posix() for source in TOWER)
+    assert rooms.pop(".") <= 12 and max(rooms.values()) <= 8
+    backend = next(source for source in TOWER if source.path.name == "native_backend.py")
+    used = {targets(backend, imported) for imported in backend.imports()}
+    assert len({module for module in used if module and module.startswith("batch_manager.runtime.")}) <= 6
+    assert len(backend.path.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_at_most_eighteen_classes_have_step_in_their_names():
+    named = [node.name for source in CORE for node in source.walk() if isinstance(node, ast.ClassDef)
+             and "Step" in node.name]
+    assert len(named) <= 18, named
+
+
+def test_one_function_decides_the_form_of_a_step():
+    found = [(source.where, function.name) for source in SOURCES for function in source.walk()
+             if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "misfit"]
+    assert found == [("batch_manager/runtime/forms/form.py", "start")]
+
+
+def test_forms_and_parts_are_complete_when_constructed():
+    found: dict[str, set[str]] = {}
+    for source in TOWER:
+        if source.path.parent.name == "device":
+            continue
+        for function in source.walk():
+            if isinstance(function, ast.FunctionDef) and function.name not in ("__init__", "close"):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                        where = source.path.relative_to(PACKAGE / "runtime").as_posix()
+                        found.setdefault(where, set()).add(node.attr)
+    assert found == {where: names for where, (names, _) in SET_LATER.items()}
+
+
 def test_no_two_files_import_each_other_in_a_circle():
     below = {source.module: {target for imported in source.imports() if not imported.for_types_only
                              and (target := targets(source, imported)) in MODULES and target != source.module}

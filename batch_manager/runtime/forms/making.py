@@ -143,7 +143,8 @@ def make_graph(parts: DeviceParts, inputs: FixedInputs, launches: Launches, othe
     try:
         form = capture(parts, inputs, launches, sizes, graph)
         difference = difference_of_graphs(
-            lambda batch: launch(parts, others, batch), form, form.with_launches(launches.launch), parts,
+            lambda batch: launch(parts, others, batch), Forms([form], parts, {}),
+            Forms([form.with_launches(launches.launch)], parts, {}), parts,
             long_blocks=cached_by_a_long_sequence(parts) // parts.tokens_per_block + 1)
     finally:
         parts.pool.zero_()

@@ -32,7 +32,7 @@ class FixedForm:
     def misfit(self, batch: ScheduledBatch) -> int:
         if self._most_rows is not None and len(batch.generation) > self._most_rows:
             return ROWS
-        return self._inputs.misfit(batch)
+        return self._inputs.oversize(batch)
 
     def start(self, batch: ScheduledBatch, traits: int) -> "FixedResult":
         inputs = self._inputs

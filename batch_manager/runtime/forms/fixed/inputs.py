@@ -162,7 +162,7 @@ class FixedInputs:
             found = self._divisions[shape] = self._divide(shape)
         return found
 
-    def misfit(self, batch: ScheduledBatch) -> int:
+    def oversize(self, batch: ScheduledBatch) -> int:
         """Return SLOTS or LENGTH if the slots or the blocks of a batch do not fit; 0: they do."""
         if self._slots.num_taken > self._num_slots:
             return SLOTS

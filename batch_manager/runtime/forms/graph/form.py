@@ -54,7 +54,7 @@ class GraphForm:
             return CONTEXTS_AT_ONCE
         elif self._size(batch) is None:
             return CONTEXT_TOKENS
-        return self._inputs.misfit(batch)
+        return self._inputs.oversize(batch)
 
     def start(self, batch: ScheduledBatch, traits: int) -> FixedResult:
         inputs = self._inputs
