@@ -161,7 +161,7 @@ def serve_attention(attention, spec, every_pair):
 
 
 def serve_bound(attention, step, query, key, value, rotary):
-    """Run attention for `step` as in a plain step, with block tables at a fixed address. Return the number of runs.
+    """Run attention for `step` with block tables at a fixed address. Return the number of runs.
 
     It is 1, or 0 for a step with contexts and for most batch sizes.
     """

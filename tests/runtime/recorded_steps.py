@@ -1,4 +1,4 @@
-"""Runs plain steps on interpreted Triton kernels, records their launches, and compares a replay with a new run.
+"""Runs steps at fixed addresses on interpreted kernels, records their launches, and compares a replay with a new run.
 
     TRITON_INTERPRET=1 python -m tests.runtime.recorded_steps FOLDER      one line of JSON for each finding
 
@@ -180,7 +180,7 @@ def merged_in_decode(folder):
 
 
 def counted(folder):
-    """Yield the launches of a plain step of two float16 models, with one and with two layers.
+    """Yield the launches of a step at fixed addresses of two float16 models, with one and with two layers.
 
     There is a finding for a greedy step and one for a sampled step.
     """

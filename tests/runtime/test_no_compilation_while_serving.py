@@ -51,7 +51,7 @@ def test_the_warm_up_compiles_every_variant_of_a_kernel_that_serving_meets(findi
     for name, found in zip(CONFIGS, of_models):
         assert found["steps"] > 350 and found["attention_steps"] > 256 * 16 + 46 * 112
         assert found["serving"] == {}
-        # Generation reads the block tables of its step or, in a plain step, the block tables of all sequences.
+        # Generation reads the block tables of its step or, at fixed addresses, the block tables of all sequences.
         # Parts of generation rows are merged, and parts of contexts, unless the window is too short to split contexts.
         attention = {"_rope_kv_append_kernel": 1, "_context_kernel": 1, "_decode_kernel": 2,
                      "_merge_kernel": 2 if name == "llama" else 1}

@@ -1,4 +1,4 @@
-"""CUDA graphs can replace plain steps: the shape determines the launches, and a replay gives the right results.
+"""CUDA graphs can replace fixed launches: the shape determines them, and a replay gives the right results.
 
 The steps run on interpreted kernels, without a GPU, in their own process; see recorded_steps.py.
 """

@@ -24,6 +24,7 @@ RETIRED = {
     r"fed|fed_tokens|having|is_wanted": "input tokens, active",
     r"(?:a|the|its|another) doubles?": "duplicate",
     r"unread_texts|min_p_reach|top_p_behind|num_owed|is_worthless": "sequences, min_p_margin, top_p_after, unanswered",
+    r"plain steps?": "step at fixed addresses, or the name of its form",
     r"HandedOver|companions": "the tensors, requests or items that are meant",
 }
 WORDS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.I), instead) for pattern, instead in RETIRED.items()]

@@ -18,8 +18,7 @@ from .thread_governor import ThreadGovernor
 class CompiledForward:
     """Runs the recorded operations of a model over a KV cache pool, for calls without padding. See Forward.
 
-    The operations read and write *registers*, which are buffers with one row for each token of the step. This class
-    allocates them.
+    This class allocates the registers that the operations read and write.
 
     recording     recording of a model with packed matrices, see layers/recording.py
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
@@ -77,7 +76,7 @@ class CompiledForward:
         return self._governor.newest
 
     def _make_room(self, rows: int) -> None:
-        """Allocate the registers, which are the buffers of a step, for at least `rows` rows. Fill them with zeros.
+        """Allocate the registers for at least `rows` rows. Fill them with zeros.
 
         If the rows of a register end in padding, the padding stays zero.
         """
@@ -103,8 +102,6 @@ class CompiledHead:
 
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Return the offset of each register, and the size of all registers, in entries per row of the step.
-
-    A register is a buffer with one row for each token of the step.
 
     After the last use of a register, a later register of the same stride can get its memory. A register whose rows end
     in padding keeps its memory, because the padding must stay zero.

@@ -13,7 +13,7 @@ from .inputs import FixedInputs
 from .launches import Launches
 from .shapes import Shape
 
-PLAIN = SAMPLES | LOG_PROBS        # features of sequences for which launches at fixed addresses suffice
+SERVED = SAMPLES | LOG_PROBS        # features of sequences for which launches at fixed addresses suffice
 
 
 class FixedForm:
@@ -22,7 +22,7 @@ class FixedForm:
     name        "fused" if `launches` joins the launches of all these steps, "fixed" if the model's layers make them
     """
 
-    serves, threads = PLAIN, None
+    serves, threads = SERVED, None
 
     def __init__(self, name: str, parts: DeviceParts, inputs: FixedInputs, launches: Launches,
                  most_rows: int | None = None) -> None:

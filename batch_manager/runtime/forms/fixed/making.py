@@ -19,8 +19,7 @@ def make_fused_body(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, nu
 
     They include the model's head if the head can be recorded.
 
-    spec       the model's spec with the effective windows: in each layer, the smaller of the model's and the
-               configured window; see attention/windows.py
+    spec       the model's spec with the effective windows
     num_rows   number of rows of the largest generation step
     Mutates    block 0 of the KV cache pool, used for the comparison
     Raises     NotRecordableError, or NoForm if the results differ from those of the layers

@@ -22,7 +22,7 @@ from ....handover import ScheduledBatch
 from ...device.memory import used_memory
 from ...device.running import CapturedGraph, first_line
 from ...parts import DeviceParts
-from ..fixed.form import PLAIN, FixedResult, read_result
+from ..fixed.form import SERVED, FixedResult, read_result
 from ..fixed.inputs import FixedInputs
 from ..fixed.launches import Launches
 from ..fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, mixed_shape, padded, padded_mixed
@@ -44,7 +44,7 @@ class GraphForm:
         self._rows = sorted({shape.rows for shape in replays if not shape.contexts})
         self._sizes = frozenset((shape.rows, shape.context_tokens) for shape in replays if shape.contexts)
         self.dispatch = parts.attention.dispatch
-        self.serves = PLAIN | CONTEXTS if self._sizes else PLAIN
+        self.serves = SERVED | CONTEXTS if self._sizes else SERVED
 
     def misfit(self, batch: ScheduledBatch) -> int:
         if not batch.context:

@@ -268,7 +268,7 @@ def shared_staging(patch):
 
 def shared_setups(patch):
     """Patch the engine so that a new setup changes the parameters of the steps in flight."""
-    patch.setattr("tests.runtime.test_lazy_plain_steps.separate", lambda tensor: tensor)
+    patch.setattr("tests.runtime.test_lazy_fixed_steps.separate", lambda tensor: tensor)
 
 
 def changes_at_once(patch):
