@@ -271,7 +271,8 @@ class Laboratory:
                                           enable_block_reuse=circumstances.reuse))
         arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
                     for request_id, ask in asks.items()]
-        outcomes = drive(params, self.backend(circumstances.layout), arrivals, static=circumstances.static,
+        layout = "padded" if circumstances.static else circumstances.layout        # V1 has the form `padded` alone
+        outcomes = drive(params, self.backend(layout), arrivals, static=circumstances.static,
                          scheduler=None if circumstances.static else scheduler,
                          max_beam_width=self.max_beam_width).outcomes
         self.reused = schedulers[0].reused if schedulers else {}
