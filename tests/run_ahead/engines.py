@@ -103,7 +103,8 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
     """Return a new backend for the scenario whose steps run after the next launch, and fail as `faults` decides."""
     if not scenario.is_scripted:
         inner = make_backend(scenario, parent)
-        fail_inside(inner, "_layout", inner._runner, "logits", faults)
+        (form,) = inner._forms._forms                          # with `deterministic`, `packed` alone
+        fail_inside(form, "_divide", form._head, "logits", faults)
         return LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
     def strike(batch: ScheduledBatch) -> None:
@@ -120,15 +121,15 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
     return inner if ahead.own_queue else LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 
 
-def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
+def fail_inside(owner, lays_out: str, drawer: object, draws: str, faults: Faults) -> None:
     """Make steps fail at two points: before they write to the KV cache, and between the model's run and the sampling.
 
     At both points, the block tables are updated and the operations of the batch are done.
 
-    lays_out   name of the backend's method that is called first, with the batch
+    lays_out   name of the method of `owner`, a backend or a form, that is called first, with the batch
     draws      name of the method of `drawer` that is called between the model's run and the sampling
     """
-    lay_out, draw, running = getattr(backend, lays_out), getattr(drawer, draws), []
+    lay_out, draw, running = getattr(owner, lays_out), getattr(drawer, draws), []
 
     def failing_layout(batch, *given):
         running[:] = [batch]
@@ -139,7 +140,7 @@ def fail_inside(backend, lays_out: str, drawer: object, draws: str, faults: Faul
         faults.strike(running[0], (NOT_DRAWN,))
         return draw(*given)
 
-    setattr(backend, lays_out, failing_layout)
+    setattr(owner, lays_out, failing_layout)
     setattr(drawer, draws, failing_draw)
 
 
