@@ -10,7 +10,6 @@ tests/runtime/test_gpu_rehearsal.py runs a rehearsal.
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -42,10 +41,10 @@ def rehearsal() -> Iterator[None]:
     from batch_manager.runtime.forms.fixed import making as fixed_making
     from tests.runtime.capture_recorder import ReplayedGraph
 
-    obstacle, build = wanted._obstacle_to_graphs, build_backend.build_native_backend
+    obstacle, defaults = wanted._obstacle_to_graphs, build_backend.build_native_backend.__kwdefaults__
     with (mock.patch.object(wanted, "_obstacle_to_graphs", lambda params, device, *more: obstacle(
               params, torch.device("cuda", 0), *more) if params.cuda_graphs else "each capture takes a second here"),
-          mock.patch.object(build_backend, "build_native_backend", partial(build, graph=ReplayedGraph)),
+          mock.patch.dict(defaults, {"graph": ReplayedGraph}),
           mock.patch.object(making, "warm_up", lambda *given: None),
           mock.patch.object(fixed_making, "COMPARED_TOKENS", ())):
         yield

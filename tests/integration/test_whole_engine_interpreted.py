@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batch_manager.runtime.device.running import CapturedGraph
+from batch_manager.runtime.forms.graph.form import GraphForm
 from tests.harness.gpu import GPU, in_torch, needs_gpu
 
 from . import engine_modes
@@ -57,8 +57,8 @@ def test_the_engine_on_kernels_is_the_engine_in_torch(interpreted, mode):
     *((mode, {"cuda_graphs": False}) for mode in engine_modes.MODES), ("plain_rows", {"cuda_graphs": True})],
     ids=[*engine_modes.MODES, "plain_rows with graphs"])
 def test_the_engine_on_a_gpu_is_the_engine_in_torch_on_the_cpu(tmp_path, monkeypatch, mode, options):
-    replay, replays = CapturedGraph.replay, []
-    monkeypatch.setattr(CapturedGraph, "replay", lambda graph: replays.append(1) or replay(graph))
+    start, replays = GraphForm.start, []
+    monkeypatch.setattr(GraphForm, "start", lambda *given: replays.append(1) or start(*given))
     with in_torch():
         expected = engine_modes.run(tmp_path, mode)
     check(engine_modes.run(tmp_path, mode, GPU, **options), expected, GPU_TOLERANCE)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from batch_manager import InferenceRequest, KvCacheConfig
-from batch_manager.runtime.device.running import CapturedGraph
 from batch_manager.runtime.forms import making
 from batch_manager.runtime.forms.fixed import fused as fused_step
+from batch_manager.runtime.forms.graph.form import GraphForm
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.gpu import GPU, IS_REHEARSAL, in_torch, needs_gpu
 from tests.harness.world import build_world
@@ -138,13 +138,13 @@ def test_plain_steps_one_by_one_fused_and_as_graphs_are_the_same_up_to_rounding(
 
     Each also gives the results of float32 on the CPU.
     """
-    run, replay, counts = fused_step.FusedBody.run, CapturedGraph.replay, Counter()
+    run, replay, counts = fused_step.FusedBody.run, GraphForm.start, Counter()
 
     def counted(name, function):
         return lambda *given, **named: counts.update([name]) or function(*given, **named)
 
     monkeypatch.setattr(fused_step.FusedBody, "run", counted("fused", run))
-    monkeypatch.setattr(CapturedGraph, "replay", counted("replayed", replay))
+    monkeypatch.setattr(GraphForm, "start", counted("replayed", replay))
     with in_torch():
         exact = serve_plain_steps(new_client, model, device="cpu", dtype="float32")
     assert not counts
