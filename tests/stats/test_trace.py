@@ -13,6 +13,8 @@ from batch_manager.loop.phase_times import PHASES
 from batch_manager.scheduling import waiting
 from batch_manager.tools.request_spans import CONTEXT, WAITING, lives
 
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
+
 
 @pytest.fixture
 def traced(make_world):
@@ -145,6 +147,41 @@ def test_the_first_iteration_of_an_engine_has_its_settings(room, options, traced
             "tokens_per_block": 8, "scheduler_policy": "GUARANTEED_NO_EVICT", "enable_block_reuse": False,
             "max_num_sequences": options.get("max_num_sequences", 4)}.items() <= first.settings.items()
     assert first.room == room and not any(each.settings for each in others)
+
+
+def test_each_step_of_a_native_engine_has_its_form_and_what_kept_it_out_of_earlier_ones(
+        make_manager, new_client, new_request, monkeypatch):
+    """Request 1 has a penalty, and `compiled` is changed so that it serves no stages. Request 2 has none."""
+    torch = pytest.importorskip("torch")
+    from batch_manager.decoding.slots import STAGES
+    from batch_manager.runtime.forms import making
+
+    class Form(making.CallsForm):
+        def __init__(self, name, *given, **options):
+            super().__init__(name, *given, **options)
+            if name == "compiled":
+                self.serves &= ~STAGES
+
+    monkeypatch.setattr(making, "CallsForm", Form)
+    client, trace = new_client(), Trace()
+    client.pending = [new_request(1, prompt(5), 3, repetition_penalty=torch.tensor([1.5])),
+                      new_request(2, prompt(5), 2)]
+    manager = make_manager(client, model_path=MODEL, max_seq_len=64, max_batch_size=1, device="cpu",
+                           kv_cache_config=KvCacheConfig(max_tokens=256), parts={"trace": trace.append})
+    client.wait_for_finals(1, 2)
+    assert manager.shutdown()
+    found = [(each.form, dict(each.obstacles)) for each in trace.iterations if each.context or each.generation]
+    if "compiled" in manager.info.absent:
+        assert found == [("packed", {})] * 5, manager.info.absent        # there is no C compiler
+    else:
+        assert found == [("packed", {"compiled": "stages"})] * 3 + [("compiled", {})] * 2
+
+
+def test_a_custom_backend_has_no_forms(traced, new_request):
+    world, iterations = traced()
+    world.client.pending = [new_request(1, prompt(3), 2)]
+    world.run()
+    assert [(each.form, each.obstacles) for each in iterations] == [("", {})] * 2
 
 
 def test_without_a_trace_nothing_is_timed(make_world):
