@@ -35,7 +35,6 @@ WORDS: Mapping[int, str] = MappingProxyType({
     CONTEXTS: "contexts", DRAFTS: "drafts", EMBEDDINGS: "embeddings", PADDING: "padding",
     ROWS: "rows", CONTEXT_TOKENS: "context tokens", CONTEXTS_AT_ONCE: "contexts at once", LENGTH: "length",
     SLOTS: "slots", NOT_READY: "not ready"})
-ALL_FEATURES = sum(bits for bits in WORDS if bits < CONTEXTS)
 
 
 def words_of(bits: int) -> list[str]:

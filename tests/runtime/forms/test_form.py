@@ -9,9 +9,10 @@ import pytest
 from batch_manager.decoding import slots
 from batch_manager.handover import ContextWork, GenerationWork, ScheduledBatch
 from batch_manager.runtime.forms import form as forms
-from batch_manager.runtime.forms.form import ALL_FEATURES, CONTEXTS, ORDER, ROWS, WORDS, Forms, words_of
+from batch_manager.runtime.forms.form import CONTEXTS, ORDER, ROWS, WORDS, Forms, words_of
 
 FEATURES = [value for name, value in vars(slots).items() if name.isupper() and isinstance(value, int) and value >> 31]
+ALL_FEATURES = sum(FEATURES)
 OF_A_BATCH = [value for name, value in vars(forms).items() if name.isupper() and isinstance(value, int)
               and value.bit_count() == 1 and value >= CONTEXTS]
 

@@ -12,16 +12,33 @@ from ....attention.interface import Attention, PackedStep
 from ....decoding.decoder import READS_LOGITS
 from ....decoding.logits_return import context_logits
 from ....decoding.sampled_step import UNUSABLE, SampledStep
-from ....decoding.slots import CONTEXT_LOGITS, SamplingRows
+from ....decoding.slots import (
+    BEAMS,
+    CONTEXT_LOGITS,
+    GENERATION_LOGITS,
+    HISTORY,
+    LOG_PROBS,
+    MORE_END_IDS,
+    POST_PROCESSED,
+    RAW_LOG_PROBS,
+    SAMPLES,
+    STAGES,
+    STOP_WORDS,
+    TOP_LOG_PROBS,
+    SamplingRows,
+)
 from ....handover import ScheduledBatch, StepOutput
 from ....models.registry import Model
 from ...device.running import Readback
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
-from ..form import ALL_FEATURES, CONTEXTS, EMBEDDINGS, PADDING
+from ..form import CONTEXTS, EMBEDDINGS, PADDING
 from .forwards import Forward, Head
 
-SERVES = ALL_FEATURES | CONTEXTS | EMBEDDINGS              # of a packed form; `padded` also serves PADDING
+# What a packed form serves, each by its name: a bit that is new is refused until a form lists it. `padded` also serves
+# PADDING.
+SERVES = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
+          POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
 
 # Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
 UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
