@@ -387,6 +387,24 @@ def test_idle_time_is_no_time_of_the_last_request():
 
 
 @pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")
+def test_the_form_of_a_step_and_what_kept_it_out_of_earlier_ones_is_told_if_the_trace_has_it():
+    passed = {"graph": "stages", "fixed": "stages"}
+    iterations = [IterationTrace(1, ((7, 0, 12),), (), (), (), (7,), form="packed", obstacles=passed),
+                  IterationTrace(2, (), (7,), (), (), form="graph"), IterationTrace(3, (), (7,), (), (7,))]
+    program = (f"const DATA = {json.dumps(pack(timeline_of(iterations), {}).decode())};\n"
+               + script_of("unpack.js", "spans.js", "axis.js", "details.js") + """
+unpack(DATA).then(({ header, columns }) => {
+  const run = new Run(header, columns);
+  process.stdout.write(JSON.stringify([0, 1, 2].map((index) => factsOfIteration(run, index))));
+});
+""")
+    result = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert [dict(facts).get("form of the step") for facts in json.loads(result.stdout)] == [
+        "packed; not graph: stages; not fixed: stages", "graph", None]
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node, and there is none")
 def test_a_pixel_column_of_a_counter_shows_the_mean_and_the_largest_of_its_iterations():
     draw = random.Random(5)
     values = [draw.randrange(1000) for _ in range(77)]

@@ -4,6 +4,7 @@ from html import escape
 from importlib.resources import files
 from typing import IO
 
+from ...errors import counted
 from . import colours
 from .packing import pack
 from .timeline import Timeline
@@ -34,11 +35,11 @@ def write_html(timeline: Timeline, file: IO[bytes], *, title: str) -> None:
 def summary(timeline: Timeline) -> str:
     """Describe the size of the run in words."""
     iterations = len(timeline.numbers) - timeline.has_before
-    words = [_count(len(timeline.rows), "request"), _count(iterations, "iteration")]
+    words = [counted(len(timeline.rows), "request"), counted(iterations, "iteration")]
     seconds = timeline.end_us / 1e6
     if seconds > 0:
         words.append(f"{seconds:,.3f} s" if seconds < 100 else f"{seconds:,.0f} s")
-    words.append(_count(timeline.tokens, "token") + " computed")
+    words.append(counted(timeline.tokens, "token") + " computed")
     if seconds > 0:
         words.append(f"{timeline.tokens / seconds:,.0f} tokens/s")
     return ", ".join(words)
@@ -51,7 +52,3 @@ def _filled(template: str, parts: dict[str, str]) -> str:
         name, _, text = piece.partition("}}")
         out += [parts[name], text]
     return "".join(out)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

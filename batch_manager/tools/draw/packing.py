@@ -28,7 +28,7 @@ def pack(timeline: Timeline, about: dict) -> bytes:
     columns = dict(_columns(timeline))
     header = orjson.dumps(about | {
         "kinds": [{"kind": kind, "reason": reason} for kind, reason in timeline.kinds],
-        "phases": list(timeline.phases_us),
+        "phases": list(timeline.phases_us), "forms": list(timeline.forms),
         "settings": dict(timeline.settings), "has_before": timeline.has_before,
         "requests": ",".join(str(row.request_id) for row in timeline.rows),
         "columns": [[name, len(values)] for name, values in columns.items()]})

@@ -18,7 +18,7 @@ Kind = tuple[str, str]                          # (kind, reason), as in request_
 
 FIXED_KINDS: tuple[Kind, ...] = ((CONTEXT, ""), (GENERATION, ""), (PAUSED, ""), (QUEUED, ""))
 COUNTERS = ("live_blocks", "cached_blocks", "free_blocks", "queued_requests", "context_tokens", "generation_tokens",
-            "context_requests")
+            "context_requests", "form")
 
 
 @dataclass(slots=True)
@@ -58,7 +58,8 @@ class Timeline:
     numbers      iteration numbers of the trace
     begin_us     start of each iteration, in microseconds since the start of the first; never decreases
     end_us       end of the last iteration, in microseconds
-    counters     name -> a value per iteration
+    counters     name -> a value per iteration; that of `form` is a value of `forms`
+    forms        form of a step, and what kept the step out of earlier forms -> a number; 0: no form is recorded
     phases_us    phase -> a duration per iteration in microseconds, or 0 if the phase did not run
     has_before   whether requests arrived before the first iteration. `close` then inserts a column for the time before
                  it: the column has no tokens and no phases, and times count from its start
@@ -74,6 +75,7 @@ class Timeline:
     begin_us: list[int] = field(default_factory=list)
     end_us: int = 0
     counters: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in COUNTERS})
+    forms: dict[str, int] = field(default_factory=lambda: {"": 0})
     phases_us: dict[str, list[int]] = field(default_factory=dict)
     has_before: bool = False
     settings: Mapping[str, int | str] = field(default_factory=dict)
@@ -175,24 +177,24 @@ class Timeline:
     def _count(self, iteration: IterationTrace) -> None:
         if not self.numbers:
             self._origin_s = iteration.started_at_s
+        form = "; ".join([iteration.form, *(f"not {name}: {word}" for name, word in iteration.obstacles.items())])
         values = (iteration.live_blocks, iteration.cached_blocks, iteration.free_blocks, iteration.queued_requests,
-                  sum(chunk[2] for chunk in iteration.context), len(iteration.generation), len(iteration.context))
+                  sum(chunk[2] for chunk in iteration.context), len(iteration.generation), len(iteration.context),
+                  self.forms.setdefault(form, len(self.forms)))
         for name, value in zip(COUNTERS, values, strict=True):
             self.counters[name].append(value)
-        for phase in iteration.phases_us:
-            if phase not in self.phases_us:
-                self.phases_us[phase] = [0] * len(self.numbers)
+        new = [phase for phase in iteration.phases_us if phase not in self.phases_us]
+        self.phases_us |= {phase: [0] * len(self.numbers) for phase in new}
         for phase, times in self.phases_us.items():
             times.append(iteration.phases_us.get(phase, 0))
         self.numbers.append(iteration.iteration)
         self.begin_us.append(max(self._us(iteration.started_at_s), *self.begin_us[-1:], 0))
 
     def _code(self, kind: Kind) -> int:
-        code = self._codes.get(kind)
-        if code is None:
-            code = self._codes[kind] = len(self.kinds)
+        if kind not in self._codes:
+            self._codes[kind] = len(self.kinds)
             self.kinds.append(kind)
-        return code
+        return self._codes[kind]
 
     def _begin(self, kind: Kind, ids: Sequence[int], index: int, *, may_be_older: bool = True) -> None:
         """Begin a span of `kind` at iteration `index` for each request of `ids` that is not in such a span.

@@ -42,7 +42,8 @@ function factsOfSpan(run, row, span) {
 function factsOfIteration(run, index) {
   const at = (name) => run.columns[name][index];
   const tokens = ["context", "generation"].map((name) => `${countText(at(`${name}_tokens`))} ${name}`);
-  const facts = [["tokens of the step", tokens.join(", ")]];
+  const facts = [["tokens of the step", tokens.join(", ")]], form = run.header.forms[at("form")];
+  if (form) facts.push(["form of the step", form]);
   const blocks = ["live", "cached", "free"].map((name) => `${countText(at(`${name}_blocks`))} ${name}`);
   facts.push(["KV cache blocks", blocks.join(", ")], ["queued requests", countText(at("queued_requests"))]);
   const us = run.phases.reduce((sum, phase) => sum + at(`phase ${phase}`), 0);
