@@ -29,6 +29,7 @@ from ..models.registry import is_shipped
 from ..runtime import packing
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
+from ..runtime.forms.form import by_reason
 from ..runtime.forms.wanted import obstacle_of_model, wanted_forms
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory, refuse_too_many_slots, step_bytes
@@ -157,9 +158,7 @@ def described(facts: dict[str, Any]) -> str:
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
         f"  device         {facts['device']}; {what} in {STEPS[facts['steps']]}",
-        *([f"                 not compiled: {facts['not_compiled']}"] if facts["not_compiled"] else []),
-        *([f"                 not captured as graphs: {facts['not_captured']}"]
-          if facts["steps"] == "triton" and facts["not_captured"] else []),
+        *(f"                 without {line}" for line in by_reason(facts["absent"])),
         f"  dtype          {facts['dtype']}; tensors in the checkpoint: {stored_as}",
         f"  attention      {counted(facts['num_layers'], 'layer')}, {counted(facts['num_heads'], 'query head')}, "
         f"{counted(facts['num_kv_heads'], 'key/value head')}, head size {facts['head_size']}; {windows}",

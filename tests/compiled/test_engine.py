@@ -85,7 +85,7 @@ def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library
     assert len(warnings) == 1 and all(word in warnings[0] for word in (
         "found no C compiler", "2 to 27 times slower", "apt-get install gcc"))
     facts = inspect_model(MODEL, device="cpu")
-    assert facts["steps"] == "torch" and "not compiled: found no C compiler" in described(facts)
+    assert facts["steps"] == "torch" and "without compiled: found no C compiler" in described(facts)
     with pytest.raises(ConfigError, match="cpu_compile is True, but found no C compiler"):
         backend(True)
 

@@ -55,6 +55,9 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
         assert (facts["not_compiled"], facts["not_captured"]) == (info.not_compiled, info.not_captured)
         assert facts["absent"] == info.absent
+        told = described(facts).splitlines()
+        assert all(any("without " in line and name in line and line.endswith(f": {reason}") for line in told)
+                   for name, reason in info.absent.items()), told
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:

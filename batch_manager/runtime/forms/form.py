@@ -90,6 +90,12 @@ class UnservedBatchError(NotImplementedError):
         super().__init__(f"no form of a step serves this batch ({reasons})")
 
 
+def by_reason(absent: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason: the forms that an engine lacks for it, and the reason."""
+    return [f"{', '.join(name for name in absent if absent[name] == reason)}: {reason}"
+            for reason in dict.fromkeys(absent.values())]
+
+
 class NoForm(Exception):
     """A form cannot be made. The text is the reason, which `Forms.absent` keeps.
 
