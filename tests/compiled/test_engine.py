@@ -42,6 +42,7 @@ def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
         assert "compiled" in backend()._forms.steps
     assert "steps run as compiled code on at most" in caplog.text      # other lines mention torch
+    assert "the forms of steps are compiled, packed; without graph, fused, fixed: the device is cpu; " in caplog.text
     caplog.clear()
     made = backend(True, dtype="bfloat16")
     assert "compiled" in made._forms.steps and made.info.dispatch == "compiled"
@@ -62,7 +63,7 @@ def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, ca
     if "factory" not in options:
         with caplog.at_level(logging.INFO, "batch_manager"):
             assert "compiled" not in backend(**options)._forms.steps
-        assert f"steps run in torch: {reason}" in caplog.text
+        assert f"; without compiled: {reason}" in caplog.text
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_what_is_compiled_or_chosen_says_so(caplog):
 def test_a_type_without_products_of_its_own_runs_in_torch(caplog):
     with caplog.at_level(logging.INFO, "batch_manager"):
         assert "compiled" not in backend(dtype="float16")._forms.steps
-    assert "steps run in torch: Llama cannot be compiled: it computes in torch.float16" in caplog.text
+    assert "; without compiled: Llama cannot be compiled: it computes in torch.float16" in caplog.text
     with pytest.raises(ConfigError, match="cpu_compile is True, but Llama cannot be compiled: it computes in"):
         backend(True, dtype="float16")
 
@@ -118,7 +119,7 @@ def test_a_model_that_does_something_else_runs_in_torch(change, reason, monkeypa
     with caplog.at_level(logging.INFO, "batch_manager"):
         made = backend()
     assert "compiled" not in made._forms.steps
-    assert f"steps run in torch: Llama cannot be compiled: {reason}" in caplog.text
+    assert f"; without compiled: Llama cannot be compiled: {reason}" in caplog.text
 
 
 def dummy_backend(folder, config, **options):

@@ -100,7 +100,7 @@ class NoForm(Exception):
     """A form cannot be made. The text is the reason, which `Forms.absent` keeps.
 
     is_wrong   whether the form was made but computes something else, or a capture failed: more than a fact about the
-               model, and logged as a warning
+               model, and a warning in the log
     """
 
     def __init__(self, reason: str, *, is_wrong: bool = False) -> None:

@@ -1,6 +1,5 @@
 """Makes the forms of an engine. The only file that knows all of them."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,13 +26,14 @@ from .fixed.inputs import FixedInputs, can_bind
 from .fixed.launches import Launches
 from .fixed.making import make_fused_body
 from .fixed.shapes import NO_SIZES, largest_shapes
-from .form import Forms, NoForm, StepForm
+from .form import Forms, NoForm, StepForm, by_reason
 from .graph.check import difference_of_graphs
 from .graph.form import WITHOUT_GRAPHS, GraphForm, capture
 from .packed.form import CallsForm, LayersForward, LayersHead
 from .packed.forwards import PaddedForward
 
-# Form -> (message of the log, with the reason; option that asks for the form; expectation; way out).
+# Form -> (warning with the reason, if the form computes something else or a capture fails; option that asks for the
+# form; expectation; way out).
 ABSENT = {
     "fused": ("steps are not fused: %s", "", "", ""),
     "compiled": ("steps run in torch: %s", "cpu_compile", "compiled steps need a model built from batch_manager.layers",
@@ -97,11 +97,12 @@ def make_forms(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, layout:
     launches, fixed = launched(model, tried("fused", lambda: make_fused_body(parts, loaded, spec, most_rows)))
     calls = called(model, tried("compiled", lambda: make_compiled(parts, loaded, spec, sink)))
     clear_block(parts.pool, 0)
-    if "graph" in absent:
-        log.info(WITHOUT_GRAPHS, absent["graph"])
     others = Forms([*fixed, *calls], parts, {})
     graphs = tried("graph", lambda: make_graph(parts, inputs, launches, others, graph_sizes, graph))
-    return Forms([*([] if graphs is None else [graphs]), *fixed, *calls], parts, absent)
+    forms = Forms([*([] if graphs is None else [graphs]), *fixed, *calls], parts, absent)
+    log.info("the forms of steps are %s", "; ".join([
+        ", ".join(forms.steps), *(f"without {line}" for line in by_reason(absent))]))
+    return forms
 
 
 def attempt(absent: dict[str, str], model: Model, must: Sequence[str], name: str, make: Callable[[], Any]) -> Any:
@@ -126,7 +127,8 @@ def attempt(absent: dict[str, str], model: Model, must: Sequence[str], name: str
     absent[name] = reason = (f"{type_name(model)} cannot be compiled: " if name == "compiled" else "") + reason
     if name in must:
         raise ConfigError(f"{option} is True, but {reason}", expectation, way_out)
-    log.log(logging.WARNING if is_wrong else logging.INFO, message, reason)
+    if is_wrong:
+        log.warning(message, reason)
     return None
 
 

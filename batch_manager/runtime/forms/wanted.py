@@ -100,8 +100,6 @@ def obstacle_to_compiling(params: TrtGptModelOptionalParams, device: torch.devic
                           "leave cpu_compile unset to run steps in torch")
     if is_avoidable:
         log.warning("steps run in torch, and the engine is 2 to 27 times slower than with compiled steps: %s", obstacle)
-    elif obstacle and device.type == "cpu" and params.cpu_compile is None:
-        log.info("steps run in torch: %s", obstacle)
     return obstacle
 
 
