@@ -1,4 +1,4 @@
-"""Runs steps on the device: packs and uploads a batch, runs the model, and reads the output back.
+"""Runs steps on the device: chooses the form of each, uploads the batch, runs the model, reads the output back.
 
 Owns     the KV cache pool, the block tables, packing, memory planning, the threads of a step; the device (device/) and
          the forms of a step (forms/); the package's implementation of seams.ModelBackend
