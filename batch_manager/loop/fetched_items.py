@@ -92,7 +92,9 @@ class FetchedItems:
                 hint = map(length_hint, returned)
                 with self.in_get:
                     size[:] = hint
-                most = min(max(*size, self._most_unsized), MOST_ITEMS)
+                # One item more than a size says shows whether the size was right. Without a size, the next item is left
+                # where it is: a generator may take its items out of a queue.
+                most = min(max(*size, self._most_unsized) + bool(size[0]), MOST_ITEMS)
         if not reading:
             iterator = map(islice, returned, (most,))
             with self.in_get:
@@ -100,9 +102,9 @@ class FetchedItems:
         if reading:
             with self.in_get:
                 self._unread.extend(reading[0])
-        if len(self._unread) == most != size[0]:
-            self._log.log(logging.WARNING, "the get callback returned an iterable without a size, such as a generator; "
-                          "the first %d items were read and the rest is dropped; return a list", most)
+        if len(self._unread) == most:
+            self._log.log(logging.WARNING, "the get callback returned an iterable without a size, such as a generator, "
+                          "or with a wrong one; the first %d items were read, more are dropped; return a list", most)
         del returned[0], reading[:]
 
 

@@ -300,13 +300,17 @@ def test_c2_a_view_of_a_table_whose_entries_are_taken_out_loses_nothing(make_wor
     assert (answered, left) == ((list(range(10)), 0) if view is not dict.items else ([], 10))    # pairs are no requests
 
 
-def test_c20_what_is_dropped_of_a_generator_is_logged(make_world, new_request, caplog):
+@pytest.mark.parametrize(("size", "num_items", "num_read"), [
+    (None, 10, 4), (3, 10, 5), (4, 10, 5), (6, 10, 7), (3, 4, 4), (6, 6, 6), (9, 6, 6)])
+def test_c20_what_is_dropped_of_an_iterable_is_logged(make_world, new_request, caplog, size, num_items, num_read):
+    """A generator, or an object whose size is wrong: what is not answered has a warning, and nothing else has one."""
     world = make_world(max_admissions_per_iteration=4, max_num_sequences=-1)
-    sources = [(new_request(i, [1], 1) for i in range(10))]
+    items = [new_request(i, [1], 1) for i in range(num_items)]
+    sources = [iter(item for item in items) if size is None else Odd(items, lambda: size)]
     world.loop.callbacks.fetched._get = lambda count: sources.pop() if sources else []
     world.run()
-    assert sorted(world.client.responses) == [0, 1, 2, 3]
-    assert "the first 4 items were read and the rest is dropped; return a list" in caplog.text
+    assert sorted(world.client.responses) == list(range(num_read))
+    assert (f"the first {num_read} items were read" in caplog.text) == (num_read < num_items)
 
 
 class Odd(UserList):
@@ -338,10 +342,10 @@ def indexed(items):
 ODD_RETURNS = {
     "an endless generator": lambda items, make: (endless(make), 4, 0),
     "a generator that raises": lambda items, make: (endless(make, 3), 3, 1),
-    "a list whose iterator is endless": lambda items, make: (Odd(items, lambda: 6, lambda: endless(make)), 6, 0),
+    "a list whose iterator is endless": lambda items, make: (Odd(items, lambda: 6, lambda: endless(make)), 7, 0),
     "endless with an endless length": lambda items, make: (Odd(items, lambda: 2**60, lambda: endless(make)), 12, 0),
     "a length that is too large": lambda items, make: (Odd(items, lambda: 11), 10, 0),
-    "a length that is too small": lambda items, make: (Odd(items, lambda: 1), 4, 0),
+    "a length that is too small": lambda items, make: (Odd(items, lambda: 1), 5, 0),
     "a length that raises": lambda items, make: (Odd(items, lambda: 1 / 0), 4, 1),
     "a negative length": lambda items, make: (Odd(items, lambda: -1), 4, 1),
     "a list that raises in the middle": lambda items, make: (Odd(items, lambda: 10, lambda: endless(make, 7)), 7, 1),

@@ -1,5 +1,6 @@
 """The transformers library, imported only when a model needs it."""
 
+from functools import cache
 from typing import Any
 
 from ...contained_log import log
@@ -23,10 +24,15 @@ def transformers() -> Any:
     if int(library.__version__.split(".")[0]) < OLDEST:
         raise ConfigError(f"transformers is {library.__version__}", f"expected version {OLDEST} or newer",
                           'pip install -U "batch-manager[hf]"')
-    if library.__version__ != VERSIONS["transformers"]:
-        log.info("transformers is %s; the list of model types was tested with %s. Each model is checked when it is "
-                 "loaded", library.__version__, VERSIONS["transformers"])
+    _tell_version(library.__version__)
     return library
+
+
+@cache
+def _tell_version(version: str) -> None:
+    if version != VERSIONS["transformers"]:
+        log.info("transformers is %s; the list of model types was tested with %s. Each model is checked when it is "
+                 "loaded", version, VERSIONS["transformers"])
 
 
 def checkpoint_names() -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ class PaddedForward:
 
     def __init__(self, model: Model, attention: Attention, unpadded: Forward) -> None:
         self._model, self._attention, self._unpadded = model, attention, unpadded
-        self.dispatch = attention.dispatch
+        self.dispatch = unpadded.dispatch                # of most calls: generation rows have no padding
 
     @property
     def threads(self) -> int | None:
