@@ -31,6 +31,8 @@ _NEUTRAL = {
     "use_bidirectional_attention": (False,),
 }
 
+_CHECKED_WHERE_READ = ("rope_parameters", "rope_scaling")      # objects in which the reader itself refuses other fields
+
 # Fields that change nothing about what a model computes for given token ids. transformers or a trainer writes them into
 # the file of any family.
 _HARMLESS = frozenset((
@@ -91,6 +93,10 @@ def refuse_unread_fields(config: Fields, named: Collection[str], *, is_shipped: 
     checked = _NEUTRAL if is_shipped else [name for name in config.values if name not in _HARMLESS]
     unread = [name for name in checked if name in config and name not in config.asked_for and name not in named
               and not _changes_nothing(config.values[name], _NEUTRAL.get(name, ()))]
+    if not is_shipped:
+        for name, fields in config.nested.items():
+            if name not in named and name not in _CHECKED_WHERE_READ:
+                refuse_unread_fields(fields, (), is_shipped=False)
     if "quantization_config" in unread:
         raise config.fault("quantization_config", "unquantised weights, because quantised ones are not supported",
                            "use a checkpoint with weights in F32, F16 or BF16, or a GGUF file")

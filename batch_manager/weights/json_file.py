@@ -81,6 +81,7 @@ class Fields:
     """Typed access to a JSON object. An absent or null field takes the default; without a default it is an error.
 
     asked_for   names of the fields that were read
+    nested      name of each field that was read as an object -> its Fields
 
     Methods raise ModelLoadError, which names the file and the field.
     """
@@ -90,6 +91,7 @@ class Fields:
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
         self.asked_for: set[str] = set()
+        self.nested: dict[str, Fields] = {}
 
     def __contains__(self, name: str) -> bool:
         """Whether the field is present and not null."""
@@ -98,7 +100,7 @@ class Fields:
     def replaced(self, values: dict[str, Any]) -> "Fields":
         """Return fields with other values. What is read of them counts as read in these fields."""
         replaced = Fields(values, self.where)
-        replaced.asked_for = self.asked_for
+        replaced.asked_for, replaced.nested = self.asked_for, self.nested
         return replaced
 
     def fault(self, name: str, expected: str, fix: str = "") -> ModelLoadError:
@@ -170,7 +172,13 @@ class Fields:
     def fields(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return the value of a field that must be an object, as Fields."""
         value = self._get(name, default, lambda value: isinstance(value, dict), "an object")
-        return Fields(value, f"{self.where}: {_name(name)}") if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        fields = Fields(value, f"{self.where}: {_name(name)}")
+        if name in self.nested:             # what was read of it before counts
+            fields.asked_for, fields.nested = self.nested[name].asked_for, self.nested[name].nested
+        self.nested[name] = fields
+        return fields
 
     def _get(self, name, default, is_good, expected, bools=False):
         self.asked_for.add(name)

@@ -463,6 +463,22 @@ def test_a_field_that_a_registered_class_asks_for_need_not_be_named(registered_s
     assert registered_spec_of(members={"read_spec": read_spec}, residual_scale=0.5, n=3).num_layers == 4
 
 
+def test_a_field_inside_an_object_is_read_or_refused_by_name(registered_spec_of):
+    """At any depth; an object whose name the class lists is the class's own business."""
+    def read_spec(config, architecture):
+        inner = config.fields("scaling")
+        assert inner.number("scale") == config.fields("scaling").fields("deep").number("power") == 2
+        return Plain.read_spec(config, architecture)
+
+    members = {"read_spec": read_spec}
+    read = {"scale": 2, "deep": {"power": 2, "window": None}}
+    assert registered_spec_of(members=members, scaling=read).num_layers == 4
+    for wrong in (read | {"window": 4}, read | {"deep": {"power": 2, "window": 4}}):
+        with pytest.raises(ModelLoadError, match="scaling.*window is 4; expected no value"):
+            registered_spec_of(members=members, scaling=wrong)
+        assert registered_spec_of(members=members | {"ignores": ("scaling",)}, scaling=wrong).num_layers == 4
+
+
 @pytest.mark.parametrize("fields", [
     {"partial_rotary_factor": 1.0, "num_experts": 0, "is_encoder_decoder": False, "auto_map": {}},
     {"initializer_range": 0.02, "use_cache": True, "transformers_version": "5.0.0", "bos_token_id": 1},
