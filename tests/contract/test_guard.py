@@ -255,7 +255,7 @@ def test_c19_foreign_code_runs_in_a_block_that_names_it(make_world, new_request)
     callbacks._stats = lambda record: see("stats")
     callbacks.fetched.ask(3)
     world.step(3)
-    names = {"get": "get", "items": "get", "item": "get", "size": "get", "stop": "poll", "stops": "poll",
-             "poll": "poll", "send": "send", "stats": "stats"}
+    names = {"get": "get", "items": "get", "item": "get", "end of items": "get", "size": "get", "stop": "poll",
+             "stops": "poll", "poll": "poll", "send": "send", "stats": "stats"}
     assert dict(seen) == names
     assert all(names[what] == block for what, block in seen)
