@@ -22,9 +22,10 @@ class FetchedItems:
     """Items that the get callback returned and that no iteration has decided yet, oldest first.
 
     What get returns is read at once: a list or a tuple whole; any other object up to its length or length hint, or up
-    to `most_unsized` items if that is more, and never beyond MOST_ITEMS. What is left is dropped, and a warning says
-    so. If the object raises, the items before the exception are kept. An InferenceRequest that is not in a collection
-    is read, and the misuse logged.
+    to `most_unsized` items if that is more, and one item beyond if it has a size, but never beyond MOST_ITEMS. What is
+    left is dropped. A warning says so whenever as many items were read as that allows, because then more may be left.
+    If the object raises, the items before the exception are kept. An InferenceRequest that is not in a collection is
+    read, and the misuse logged.
 
     No asynchronous exception can lose an item; unanswered.py explains how. Each `with in_get:` statement makes a single
     call. If it made two, an asynchronous exception between them would look like an exception of the user's object.
