@@ -24,6 +24,7 @@ _PUBLIC = {
     "Parts": "config",
     "TrtGptModelOptionalParams": "config",
     "KvCacheConfig": "config",
+    "ParallelConfig": "config",
     "TrtGptModelType": "names",
     "SchedulerPolicy": "names",
     "ContextChunkingPolicy": "names",
@@ -113,6 +114,7 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .attention.interface import LayerAttention as LayerAttention
     from .config import KvCacheConfig as KvCacheConfig
     from .config import Limits as Limits
+    from .config import ParallelConfig as ParallelConfig
     from .config import Parts as Parts
     from .config import TrtGptModelOptionalParams as TrtGptModelOptionalParams
     from .decoding.logits_rows import LogitsRows as LogitsRows

@@ -98,9 +98,15 @@ class EngineArguments:
         return self.model_type is TrtGptModelType.V1
 
     def digest(self) -> str:
-        """Return 64 hexadecimal digits, equal in all processes for equal values. A path counts by its text."""
-        path = None if self.model_path is None else os.fspath(self.model_path)
-        return sha256(repr(replace(self, model_path=path)).encode()).hexdigest()
+        """Return 64 hexadecimal digits, equal in all processes for equal values.
+
+        A path counts by its text. What tells the ranks of one model apart does not count.
+        """
+        path, params = None if self.model_path is None else os.fspath(self.model_path), self.optional_params
+        if params.parallel_config is not None:
+            params = replace(params, parallel_config=replace(params.parallel_config, rank=None, local_rank=None,
+                                                             leader=None, device_ids=None))
+        return sha256(repr(replace(self, model_path=path, optional_params=params)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+COLLECTIVES = ("nccl", "gloo")
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
+MAX_RANKS = 1024              # of each kind of parallelism
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,80 @@ class KvCacheConfig:
         if self.host_cache_size and not self.enable_block_reuse:
             raise ConfigError(f"host_cache_size is {self.host_cache_size:,} but enable_block_reuse is not set",
                               "host memory only keeps reusable blocks", "set both or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """One model over several processes, its ranks, each with an engine of its own. Every rank constructs its engine
+    with equal arguments; only `rank`, `local_rank` and `device_ids` may differ.
+
+    tensor_parallel_size     ranks that share each layer
+    pipeline_parallel_size   stages, each with a part of the layers. The product of both sizes is the number of ranks
+    rank, local_rank         number of this process among all ranks and among those of its machine, from 0; None: from
+                             the variables of the launcher (torchrun, mpirun, srun). With a rank, these variables are
+                             not read, and a local_rank of None is the rank
+    leader                   "host:port" at which the ranks meet, on the machine of rank 0; None:
+                             $MASTER_ADDR:$MASTER_PORT
+    device_ids               number of the GPU of each local rank; None: the local rank is that number
+    collectives              "nccl" or "gloo"; None: "nccl" on GPUs, "gloo" on CPUs
+    rank_timeout_s           a rank that is silent for this many seconds counts as lost, and the engine ends
+    connect_timeout_s        seconds within which all ranks must have come up
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rank: int | None = None
+    local_rank: int | None = None
+    leader: str | None = None
+    device_ids: tuple[int, ...] | None = None
+    collectives: str | None = None
+    rank_timeout_s: float = 60
+    connect_timeout_s: float = 300
+
+    def __post_init__(self) -> None:
+        owner = "ParallelConfig."
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            put_count(self, name, maximum=MAX_RANKS, owner=owner)
+        for name in ("rank", "local_rank"):
+            put_count(self, name, minimum=0, maximum=MAX_RANKS**2, optional=True, owner=owner)
+        if self.rank is not None and self.rank >= self.num_ranks:
+            raise ConfigError(f"{owner}rank is {self.rank}", f"expected a rank in 0..{self.num_ranks - 1}, because "
+                              f"{self.sizes}", "correct the rank or the sizes")
+        if self.leader is not None:
+            address_of(self.leader, f"{owner}leader")
+        if self.device_ids is not None:
+            numbers = ([exact_integer(number) for number in self.device_ids]
+                       if isinstance(self.device_ids, list | tuple) else [])
+            if not numbers or any(number is None or number < 0 for number in numbers):
+                raise ConfigError(f"{owner}device_ids is {self.device_ids!r}",
+                                  "expected the number of a GPU, from 0, for each rank of a machine, or None",
+                                  "pass a list like [0, 1]")
+            object.__setattr__(self, "device_ids", tuple(numbers))
+        if self.collectives is not None and self.collectives not in COLLECTIVES:
+            raise ConfigError(f"{owner}collectives is {self.collectives!r}",
+                              f"expected one of {', '.join(COLLECTIVES)}, or None", "leave it out")
+        for name in ("rank_timeout_s", "connect_timeout_s"):
+            put_seconds(self, name, positive=True, owner=owner)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """Both sizes in words, for errors."""
+        return (f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}")
+
+
+def address_of(text: Any, name: str) -> tuple[str, int]:
+    """Return host and port of "host:port"; an IPv6 address is in brackets. Raises ConfigError."""
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else "" if ":" in host else host
+    if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port[:9]) <= 65535:
+        raise ConfigError(f"{name} is {text!r}", "expected host:port with a port in 1..65535",
+                          'pass for instance "10.0.0.1:29500", or "127.0.0.1:29500" on one machine')
+    return host, int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +212,8 @@ class TrtGptModelOptionalParams:
     model_implementation        "native": a model class of this package, or of register_model; "transformers": the
                                 class of transformers (extra hf), for model types that are proven to run in the engine;
                                 "auto": native if there is one, else transformers
+    parallel_config             a ParallelConfig: this process is one of several that run the model together; None: the
+                                process runs it alone
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -167,6 +245,7 @@ class TrtGptModelOptionalParams:
     hang_warning_s: float = 30.0
     cpu_compile: bool | None = None
     model_implementation: str = "auto"
+    parallel_config: ParallelConfig | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
         for name in options:                            # __init__ would only report an unknown name
@@ -207,6 +286,9 @@ class TrtGptModelOptionalParams:
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{name} is {value!r}",
                                   f"expected one of {', '.join(allowed)}", '"auto" is the default')
+        if self.parallel_config is not None and not isinstance(self.parallel_config, ParallelConfig):
+            raise ConfigError(f"parallel_config is of type {type(self.parallel_config).__name__}",
+                              "expected a ParallelConfig or None", "pass ParallelConfig(tensor_parallel_size=...)")
         put_seconds(self, "idle_poll_interval_s", positive=True)
         put_seconds(self, "hang_warning_s", positive=False)
 
@@ -233,13 +315,15 @@ _OPTIONS_OF_OTHER_ENGINES = {
     "device_map": "device=...",
     "n_threads": "num_threads=...",
     "model_impl": "model_implementation=...",
+    "tp_size": "parallel_config=ParallelConfig(tensor_parallel_size=...)",
+    "pp_size": "parallel_config=ParallelConfig(pipeline_parallel_size=...)",
 }
 # An option of other engines without a counterpart -> what happens here.
-_ONE_DEVICE = "a model runs on one device, and device=... names it; start an engine for each device"
+_ONE_DEVICE = "a process has one device, device=...; parallel_config=ParallelConfig(...) runs a model on several"
 _IN_THE_CALL = "it is an option of each call, for example LLM.generate(prompts, {}=...)"
 _NOT_HERE = {
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size",
-                     "dp_size", "tensor_split", "main_gpu", "n_gpu_layers", "world_size"), _ONE_DEVICE),
+    **dict.fromkeys(("tensor_split", "main_gpu", "n_gpu_layers", "world_size"), _ONE_DEVICE),
+    **dict.fromkeys(("data_parallel_size", "dp_size"), "start an engine for each replica"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "repetition_penalty"),
                     _IN_THE_CALL),
     **dict.fromkeys(("quantization", "load_in_8bit", "load_in_4bit", "quantization_config"),
@@ -265,8 +349,10 @@ def unknown_option(name: str, inside: str = "") -> str:
     way = f"{inside}=TrtGptModelOptionalParams({{}})" if inside else "{}"
     if inside and name in known:
         return f"{name} is a field of TrtGptModelOptionalParams: pass " + way.format(f"{name}=...")
-    if name in KvCacheConfig.__dataclass_fields__:
-        return f"{name} is a field of KvCacheConfig: pass " + way.format(f"kv_cache_config=KvCacheConfig({name}=...)")
+    for field_name, owner in (("kv_cache_config", KvCacheConfig), ("parallel_config", ParallelConfig)):
+        if name in owner.__dataclass_fields__:
+            return (f"{name} is a field of {owner.__name__}: pass "
+                    + way.format(f"{field_name}={owner.__name__}({name}=...)"))
     if name in _OPTIONS_OF_OTHER_ENGINES:
         return f"{name} is an option of another engine: pass " + way.format(_OPTIONS_OF_OTHER_ENGINES[name])
     if name in _NOT_HERE:

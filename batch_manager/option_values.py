@@ -73,15 +73,17 @@ def put_count(options: Any, name: str, *, minimum: int = 1, maximum: int = MAX_C
     object.__setattr__(options, name, count)
 
 
-def put_seconds(options: Any, name: str, *, positive: bool) -> None:
+def put_seconds(options: Any, name: str, *, positive: bool, owner: str = "") -> None:
     """Replace the number of seconds in the field `name` of a frozen dataclass with an int or a float.
+
+    owner   prefix of the field's name in the error, such as "ParallelConfig."
 
     Raises ConfigError for a value that is no number, is below 0 or above LONGEST_WAIT_S, or is 0 despite `positive`.
     """
     value = getattr(options, name)
     seconds = exact_number(value)
     if seconds is None or not 0 <= seconds <= LONGEST_WAIT_S or (positive and seconds == 0):
-        raise ConfigError(f"{name} is {shown_option(value)}",
+        raise ConfigError(f"{owner}{name} is {shown_option(value)}",
                           f"expected a number of seconds {'above 0 and up' if positive else 'from 0'} to "
                           f"{LONGEST_WAIT_S:,}")
     object.__setattr__(options, name, seconds)

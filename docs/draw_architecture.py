@@ -23,7 +23,7 @@ PACKAGE = REPOSITORY / "batch_manager"
 PICTURE = Path(__file__).with_name("architecture.svg")
 
 HOST = ("requests", "kv", "scheduling", "responses", "stats", "steps", "loop")
-DEVICE = ("triton_kernels", "weights", "layers", "attention", "decoding", "models", "runtime")
+DEVICE = ("parallel", "triton_kernels", "weights", "layers", "attention", "decoding", "models", "runtime")
 FRONTS = {
     "aio": "asyncio: requests as async iterators",
     "extras": "LLM, text, OpenAI's HTTP, Prometheus",

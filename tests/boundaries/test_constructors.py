@@ -12,13 +12,14 @@ from batch_manager import (
     BackendInfo,
     GptManager,
     KvCacheConfig,
+    ParallelConfig,
     Parts,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
 from batch_manager.arguments import MAX_BEAM_WIDTH
-from batch_manager.config import MAX_POSITION, MAX_THREADS, ContextChunkingPolicy
+from batch_manager.config import MAX_POSITION, MAX_RANKS, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
 from batch_manager.option_values import LONGEST_WAIT_S, MAX_COUNT
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -44,6 +45,23 @@ KV_OPTIONS = {
     "enable_partial_reuse": FLAG,
 }
 KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8}, "host_cache_size": {"enable_block_reuse": True}}
+
+SIZE = ((1, 2, MAX_RANKS), (0, -1, None, MAX_RANKS + 1, *NO_COUNT))
+RANK = ((None, 0, 1, 3), (-1, 4, *NO_COUNT))
+SECONDS = ((5e-324, 1, LONGEST_WAIT_S), (0, 0.0, -1, -5e-324, LONGEST_WAIT_S + 1, inf, nan, "1", True, None))
+PARALLEL_OPTIONS = {
+    "tensor_parallel_size": SIZE,
+    "pipeline_parallel_size": SIZE,
+    "rank": RANK,
+    "local_rank": ((None, 0, 9), (-1, *NO_COUNT)),
+    "leader": ((None, "host:1", "10.0.0.1:65535", "[::1]:29500"),
+               ("", "host", ":1", "host:", "host:0", "host:65536", "host:x", "::1:29500", "host:-1", 29500, b"h:1")),
+    "device_ids": ((None, (0,), (1, 0), (0, 0)), ((), [], 0, "01", (-1,), (0, None), (0.0,), (True,), {0})),
+    "collectives": ((None, "nccl", "gloo"), ("", "mpi", "NCCL", 0, ["gloo"])),
+    "rank_timeout_s": SECONDS,
+    "connect_timeout_s": SECONDS,
+}
+PARALLEL_COMPANIONS = {"rank": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
 
 OPTIONS = {
     "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
@@ -71,11 +89,11 @@ OPTIONS = {
     "max_request_bytes": COUNT,
     "max_bytes_in_flight": COUNT,
     "max_admissions_per_iteration": COUNT,
-    "idle_poll_interval_s": ((5e-324, 1, LONGEST_WAIT_S),
-                             (0, 0.0, -1, -5e-324, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
+    "idle_poll_interval_s": SECONDS,
     "hang_warning_s": ((0, 0.0, 30, LONGEST_WAIT_S), (-5e-324, -1, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
     "cpu_compile": OPEN_FLAG,
     "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
+    "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
 }
 
 PART_OPTIONS = {
@@ -97,7 +115,8 @@ def cases(table: dict, which: int) -> list:
 
 
 def test_every_option_is_in_the_tables():
-    for options, table in ((KvCacheConfig, KV_OPTIONS), (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
+    for options, table in ((KvCacheConfig, KV_OPTIONS), (ParallelConfig, PARALLEL_OPTIONS),
+                           (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
         assert [field.name for field in fields(options)] == list(table)
     arguments = set(inspect.signature(GptManager).parameters)
     assert arguments == {name for name, _ in ARGUMENTS} | GOOD.keys() | {"trt_engine_path"}
@@ -113,6 +132,18 @@ def test_a_bad_value_of_the_kv_cache(name, value):
     with pytest.raises(ConfigError) as raised:
         KvCacheConfig(**{name: value, **KV_COMPANIONS.get(name, {})})
     assert f"KvCacheConfig.{name} is {value!r}" in str(raised.value) and "; " in str(raised.value)
+
+
+@pytest.mark.parametrize("name, value", cases(PARALLEL_OPTIONS, 0))
+def test_a_good_value_of_ranks(name, value):
+    assert getattr(ParallelConfig(**{name: value, **PARALLEL_COMPANIONS.get(name, {})}), name) == value
+
+
+@pytest.mark.parametrize("name, value", cases(PARALLEL_OPTIONS, 1))
+def test_a_bad_value_of_ranks(name, value):
+    with pytest.raises(ConfigError) as raised:
+        ParallelConfig(**{name: value, **PARALLEL_COMPANIONS.get(name, {})})
+    assert f"ParallelConfig.{name} is {value!r}" in str(raised.value) and "; " in str(raised.value)
 
 
 @pytest.mark.parametrize("options, says", [

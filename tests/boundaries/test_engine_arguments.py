@@ -14,6 +14,7 @@ import batch_manager
 from batch_manager import (
     GptManager,
     KvCacheConfig,
+    ParallelConfig,
     Parts,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
@@ -93,6 +94,16 @@ def test_the_digest_is_the_same_in_another_process_and_for_equal_values():
     assert other.stdout.decode().strip() == arguments.digest(), other.stderr.decode()
     assert replace(arguments, model_path=Path("folder")).digest() == arguments.digest()
     assert pickle.loads(pickle.dumps(arguments)) == arguments
+
+
+def test_what_tells_ranks_apart_does_not_count_in_the_digest():
+    def digest(**options):
+        return EngineArguments(optional_params=TrtGptModelOptionalParams(
+            parallel_config=ParallelConfig(tensor_parallel_size=2, **options))).digest()
+
+    assert digest() == digest(rank=1, local_rank=0, leader="here:1", device_ids=[1])
+    for other in ({"pipeline_parallel_size": 2}, {"collectives": "gloo"}, {"rank_timeout_s": 1}):
+        assert digest(**other) != digest()
 
 
 def test_parts_are_no_values():

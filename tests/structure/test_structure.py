@@ -148,6 +148,7 @@ BROAD_EXCEPTS = {
 }
 
 ALLOWED_ENVIRONMENT = {
+    "batch_manager/parallel/mapping.py": "variables of launchers, which are read with a parallel_config only",
     "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
     "triton_kernels/cpu/native/build.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
 }
