@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .arguments import EngineArguments
-from .config import KvCacheConfig, Limits, Parts
+from .config import KvCacheConfig, Limits, ParallelConfig, Parts
 from .contained_log import log
 from .errors import ConfigError, counted, type_name
 from .guard import Guard
@@ -38,9 +38,11 @@ class Plan:
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
     """Return the arguments as the batching scheme leaves them.
 
-    Raises ConfigError for options that contradict the scheme, and for drafts that the package's backend cannot verify.
+    Raises ConfigError for options that contradict the scheme or several ranks, and for drafts that the package's
+    backend cannot verify.
     """
     if (config := arguments.optional_params.parallel_config) is not None and config.num_ranks > 1:
+        _check_ranks(arguments, parts, config)
         raise ConfigError(f"parallel_config has {config.num_ranks} ranks", "several ranks are not built yet",
                           "leave parallel_config out, and start an engine for each device")
     if parts.backend is None:    # known before the model is loaded
@@ -169,6 +171,29 @@ def make_admission(arguments: EngineArguments, parts: Parts, limits: Limits, blo
         logits_post_processor_batched=parts.logits_post_processor_batched,
         blocks_of=blocks_of,
         guard=guard)
+
+
+def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfig) -> None:
+    """Raise ConfigError for what an engine of several ranks cannot do. Each rank refuses it alone."""
+    params, own_device = arguments.optional_params, "each rank has a device of its own"
+    packed, whole = "their steps have the form packed alone", "only model classes of this package are divided"
+    for fact, is_so, reason, way_out in (
+            ("TrtGptModelType.V1 is set", arguments.is_static, packed, "use InflightFusedBatching"),
+            ("cpu_compile is True", params.cpu_compile, packed, "leave cpu_compile out"),
+            ("cuda_graphs is True", params.cuda_graphs, packed, "leave cuda_graphs out"),
+            ("model_implementation is 'transformers'", params.model_implementation == "transformers", whole,
+             "leave model_implementation out"),
+            ("Parts.backend is set", parts.backend is not None, whole, "leave Parts.backend or parallel_config out"),
+            ("Parts.attention is set", parts.attention is not None, "only the package's own attention is divided",
+             "leave Parts.attention or parallel_config out"),
+            ("run_ahead is True", params.run_ahead and config.pipeline_parallel_size > 1,
+             "the stages already work at several micro-batches at a time", "leave run_ahead out"),
+            (f"device is {params.device!r}", params.device is not None and params.device.startswith("cuda:"),
+             own_device, "use device='cuda', and ParallelConfig(device_ids=) for their numbers"),
+            ("device is 'cpu' and ParallelConfig.collectives is 'nccl'",
+             params.device == "cpu" and config.collectives == "nccl", "NCCL joins GPUs", "leave collectives out")):
+        if is_so:
+            raise ConfigError(f"{fact}, and parallel_config has {config.num_ranks} ranks", reason, way_out)
 
 
 def _check_drafts(arguments: EngineArguments, most: int, whose: str, where: str) -> None:

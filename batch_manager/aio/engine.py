@@ -80,6 +80,10 @@ class AsyncEngine:
             scheduler_policy=scheduler_policy,
             optional_params=TrtGptModelOptionalParams() if optional_params is None else optional_params,
             exclude_input_in_output=True)
+        config = arguments.optional_params.parallel_config
+        if process and config is not None and config.num_ranks > 1:
+            raise ConfigError(f"process is True, and parallel_config has {config.num_ranks} ranks",
+                              "each rank is a process that the launcher started", "leave process out")
         if not takes_all:
             arguments = replace(arguments, optional_params=_without_queue_limits(arguments.optional_params))
         switchboard = Switchboard()
