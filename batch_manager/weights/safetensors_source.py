@@ -26,12 +26,55 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class FileTensor:
     """A tensor and the open file that holds it. `path` is `CheckpointFile.path` of the file."""
 
     path: Path
+    name: str
     reader: Any
     stored: StoredTensor
+
+    def read(self, index: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read the tensor, or the part at `index`, from its file. Compare shape and dtype with the checked header.
+
+        The library opened the file after the header was checked, so the file may have been replaced in between.
+        """
+        try:
+            if index is None:
+                found = self.reader.get_tensor(self.name)
+                shape = tuple(found.shape)
+            else:
+                view = self.reader.get_slice(self.name)
+                shape, found = tuple(view.get_shape()), view[index]
+        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
+            raise ModelLoadError(f"{self.path}: tensor {self.name!r} cannot be read ({str(fault)[:200]})",
+                                 *READABLE) from None
+        if shape != self.stored.shape or found.dtype is not TORCH_DTYPES.get(self.stored.dtype, found.dtype):
+            raise ModelLoadError(
+                f"{self.path}: tensor {self.name!r} has shape {shown(list(shape))} and type {found.dtype}",
+                f"expected {shown(list(self.stored.shape))} and {shown(self.stored.dtype)}, "
+                "as in the file's header when the file was opened",
+                "load it again, and replace no file meanwhile")
+        return found
+
+
+def open_tensors(file: CheckpointFile) -> dict[str, FileTensor]:
+    """Open a safetensors file. Returns its tensors by name. Raises ModelLoadError, which names file and field."""
+    tensors = read_header(file)
+    try:
+        str(file.real_path).encode()
+    except UnicodeEncodeError:
+        raise ModelLoadError(f"the path {str(file.real_path)!r} is not UTF-8",
+                             "expected a UTF-8 path, which the safetensors library requires", "rename the folder"
+                             ) from None
+    try:
+        reader = safe_open(file.real_path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # RuntimeError: the file just shrank
+        for name, stored in tensors.items():
+            if stored.dtype not in ELEMENT_BYTES:        # the library refuses the whole file, without the tensor's name
+                raise unsupported_type(file.path, name, stored.dtype) from None
+        raise incomplete(file.path, str(fault)[:200]) from None
+    return {name: FileTensor(file.path, name, reader, stored) for name, stored in tensors.items()}
 
 
 class SafetensorsWeights(DenseSource):
@@ -48,7 +91,7 @@ class SafetensorsWeights(DenseSource):
     def __init__(self, folder: CheckpointFolder, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.folder = folder
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, FileTensor] = {}
         self._used: set[str] = set()
         self._borrowed: dict[str, str] = {}        # stored head -> embedding that is read from it until `tied` confirms
         self._open_all()
@@ -79,7 +122,8 @@ class SafetensorsWeights(DenseSource):
         if borrower is None:
             if source is not None:
                 self._check(name, self._tensors[source].stored.shape)
-            if source is None or not (self._is_meta or torch.equal(self._read(head), self._read(source))):
+            if source is None or not (self._is_meta or torch.equal(self._tensors[head].read(),
+                                                                   self._tensors[source].read())):
                 raise ModelLoadError(f"{self._tensors[head].path}: {head!r} differs from {source or to!r}",
                                      "expected equal tensors, because tie_word_embeddings is true",
                                      "set tie_word_embeddings to false, or remove the tensor")
@@ -132,25 +176,11 @@ class SafetensorsWeights(DenseSource):
                                      AGAIN)
 
     def _open(self, file: CheckpointFile) -> None:
-        tensors = read_header(file)
-        try:
-            str(file.real_path).encode()
-        except UnicodeEncodeError:
-            raise ModelLoadError(f"the path {str(file.real_path)!r} is not UTF-8",
-                                 "expected a UTF-8 path, which the safetensors library requires", "rename the folder"
-                                 ) from None
-        try:
-            reader = safe_open(file.real_path, framework="pt", device="cpu")
-        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:    # RuntimeError: the file just shrank
-            for name, stored in tensors.items():
-                if stored.dtype not in ELEMENT_BYTES:    # the library refuses the whole file, without the tensor's name
-                    raise _unsupported_type(file.path, name, stored.dtype) from None
-            raise incomplete(file.path, str(fault)[:200]) from None
-        for name, stored in tensors.items():
+        for name, tensor in open_tensors(file).items():
             if name in self._tensors:
                 raise ModelLoadError(f"tensor {shown(name)} is in {self._tensors[name].path} and again in {file}",
                                      "expected each tensor in only one file", AGAIN)
-            self._tensors[name] = _Tensor(file.path, reader, stored)
+            self._tensors[name] = tensor
 
     def _stored_name(self, name: str) -> str | None:
         """Return the name under which the files have the tensor `name`; None: they do not have it."""
@@ -175,7 +205,7 @@ class SafetensorsWeights(DenseSource):
                                  f"expected {list(shape)}, by the spec that the model class read from config.json",
                                  "check that config.json and the model class fit these weights")
         if stored.dtype not in ELEMENT_BYTES:
-            raise _unsupported_type(path, name, stored.dtype)
+            raise unsupported_type(path, name, stored.dtype)
         return name
 
     def _missing(self, name: str, shape: Shape) -> ModelLoadError:
@@ -201,37 +231,12 @@ class SafetensorsWeights(DenseSource):
 
     def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
         if not self._is_meta:
-            found = self._read(stored_name, None if part.is_whole else part.index)
+            found = self._tensors[stored_name].read(None if part.is_whole else part.index)
             # Converted first: a transposing copy between two dtypes takes 1.5 times as long.
             target.copy_(found.to(self.dtype).t() if part.transposed else found)
         self._used.add(stored_name)
 
-    def _read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read a tensor, or the part at `index`, from its file. Compare shape and dtype with the checked header.
 
-        The library opened the file after the header was checked, so the file may have been replaced in between.
-        """
-        tensor = self._tensors[name]
-        try:
-            if index is None:
-                found = tensor.reader.get_tensor(name)
-                shape = tuple(found.shape)
-            else:
-                view = tensor.reader.get_slice(name)
-                shape, found = tuple(view.get_shape()), view[index]
-        except (SafetensorError, OSError, ValueError, RuntimeError) as fault:
-            raise ModelLoadError(f"{tensor.path}: tensor {name!r} cannot be read ({str(fault)[:200]})",
-                                 *READABLE) from None
-        stored = tensor.stored
-        if shape != stored.shape or found.dtype is not TORCH_DTYPES.get(stored.dtype, found.dtype):
-            raise ModelLoadError(
-                f"{tensor.path}: tensor {name!r} has shape {shown(list(shape))} and type {found.dtype}",
-                f"expected {shown(list(stored.shape))} and {shown(stored.dtype)}, "
-                "as in the file's header when the file was opened",
-                "load the model again, and replace no file meanwhile")
-        return found
-
-
-def _unsupported_type(path: Path, name: str, dtype: str) -> ModelLoadError:
+def unsupported_type(path: Path, name: str, dtype: str) -> ModelLoadError:
     return ModelLoadError(f"{path}: the header gives tensor {shown(name)} the dtype {shown(dtype)}",
                           "expected 'F32', 'F16' or 'BF16'", "use weights in one of these dtypes, or a GGUF file")

@@ -57,6 +57,7 @@ FLOORS: dict[str, list[str]] = {
     "runtime": [*GROUND, "loading_thread", "triton_kernels", "parallel", "weights", "layers", "attention", "models",
                 "decoding"],
 
+    "adapters": ["errors", "weights", "layers", "models"],
     "custom_parts": ["arguments", *GROUND, "requests", "kv", "scheduling"],
     "options": ["arguments", *GROUND, "requests", "kv"],
     "build": ["arguments", "clock", "custom_parts", "options", *GROUND, *HOST, *DEVICE, "triton_kernels",
@@ -91,6 +92,7 @@ OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
     "weights": {"numpy", "torch", "safetensors", "gguf"},
     "models": {"numpy", "torch", "transformers"},
+    "adapters": {"numpy", "torch"},
     "build": {"numpy", "torch"},
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},
