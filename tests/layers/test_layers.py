@@ -191,8 +191,8 @@ def test_a_weight_form_of_ones_own_is_asked_for_every_matrix():
 
 
 def test_a_split_that_there_is_not_is_refused():
-    with pytest.raises(ConfigError, match="Linear a.b has split='heads'; expected 'columns', 'rows' or None"):
-        made(Linear, torch.float32, False, ["a.b"], 8, [8], split="heads")
+    with pytest.raises(ConfigError, match="Linear a.b has split='lanes'; expected 'columns', 'heads', 'rows' or None"):
+        made(Linear, torch.float32, False, ["a.b"], 8, [8], split="lanes")
 
 
 @pytest.mark.parametrize("architecture, fields", [

@@ -291,7 +291,7 @@ SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
     "operations.py": ({"num_done"}, "a counter"),
     "ranks/exchange.py": ({"_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done", "_of_a_call",
-                           "wait_s"}, "groups, once all ranks are there; what is left of a step"),
+                           "wait_s", "_devices", "_timeout", "_threads"}, "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
     "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows",
                                    "num_sequences", "table_stride", "_memory", "_capacity"},

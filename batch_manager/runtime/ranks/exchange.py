@@ -225,6 +225,11 @@ class Exchange:
             self._wait(kind, x, lambda: self._ranks.allreduce([x]))
         self._done.pop()
 
+    def take_wait(self) -> float:
+        """Return the seconds that this rank has waited for others since the last call."""
+        seconds, self.wait_s = self.wait_s, 0.0
+        return seconds
+
     def close(self) -> None:
         """Drop the groups, which closes their sockets. Idempotent."""
         self._sends.clear()
