@@ -30,8 +30,8 @@ class Linear:
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D)
     split        how tensor parallelism splits the layer. "columns": each process has a share of the outputs of every
                  projection. "heads": likewise, for the queries, keys and values of whole heads; several processes can
-                 have the same keys and values. "rows": each process has a share of the inputs, and the results are summed. None: every
-                 process has the whole layer. No effect with one process
+                 have the same keys and values. "rows": each process has a share of the inputs, and the results are
+                 summed. None: every process has the whole layer. No effect with one process
     by_head      number of heads, if one tensor has all projections head after head: the first head's rows of each
                  projection, then those of the next head. None: projection after projection
 

@@ -101,7 +101,7 @@ def _rows_of_parts(names: Sequence[str], sizes: Sequence[int], share: Share
     parts: list[range | None] = []
     if share.by_head and share.copies is None:
         parts.append(range(share.rank * sum(sizes), (share.rank + 1) * sum(sizes)))
-    elif share.by_head:                                # a part of the queries of one key head, this head, its value head
+    elif share.by_head:                                # a part of a key head's queries, this head, its value head
         most = max(copies)
         start = share.rank // most * sum(size * most // count for size, count in zip(sizes, copies))
         for size, count in zip(sizes, copies):
