@@ -9,17 +9,53 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from .contained_log import log
 from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, is_a, type_name, where_raised
 from .guard import Heartbeat
 from .interpreter_exit import forget_worker
-from .loop.generation_loop import GenerationLoop
 from .one_shot_event import OneShotEvent
 
 NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
 ATTEMPTS_TO_END = 20    # attempts without a final response in between; some backends cannot be closed
+
+
+class EngineLoop(Protocol):
+    """What a worker runs: the GenerationLoop of an engine, or the Follower of a rank other than rank 0.
+
+    The worker's thread calls all methods but `health`, which any thread may call.
+    """
+
+    def step(self, *, accept_new: bool) -> bool:
+        """Run one iteration. Returns False if there was nothing to do, so that the worker may wait.
+
+        accept_new   False: a shutdown was requested
+        """
+        ...
+
+    def is_done(self, *, draining: bool, aborting: bool) -> bool:
+        """Whether the worker may end.
+
+        draining, aborting   whether a shutdown was requested, and one that drops requests
+        """
+        ...
+
+    def fail(self, error: BatchManagerError) -> None:
+        """Mark the engine as failed and answer every unanswered item. If this raises, the next call goes on."""
+        ...
+
+    def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
+        """Answer every unanswered item with `error`, close the backend, and call the hook at_end with `health()`.
+
+        If this raises, the next call goes on.
+        """
+        ...
+
+    def health(self) -> dict[str, Any]:
+        """The part of GptManager.health that the loop knows. `state` is "RUNNING", "DRAINING" or "FAILED"."""
+        ...
 
 
 class WakeUp:
@@ -104,45 +140,30 @@ class WorkerControl:
         self.wake.set()
 
 
-def health_of(loop: GenerationLoop, control: WorkerControl, state: str | None = None) -> dict[str, Any]:
+def health_of(loop: EngineLoop, control: WorkerControl, state: str | None = None) -> dict[str, Any]:
     """The result of `GptManager.health`. Can be called from any thread.
 
     state   the state to report; None: the current state
     """
     activity, since = control.heartbeat.activity, control.heartbeat.since
     seconds = max(control.clock.monotonic() - since, 0.0)
+    of_loop = loop.health()
     if state is None:
-        state = _state_of(loop, control)
-    alive = loop.intake.num_alive    # read once: a request that is leaving the queue is counted nowhere else
-    queued = min(len(loop.intake), alive)
+        state = ("STOPPED" if control.stopped.is_set else "DRAINING" if control.draining and
+                 of_loop["state"] == "RUNNING" else of_loop["state"])
     return {
         "state": state,
         "activity": activity,
         "seconds_in_activity": seconds,
         "is_hanging": state != "STOPPED" and control.is_hanging(seconds),
-        "failure": "" if loop.failure is None else loop.failure.response_text(),
-        "active_requests": alive - queued,
-        "queued_requests": queued,
-        "iterations": loop.iteration,
-        "final_responses": loop.finals.num_sent,
-        "errors": {code.value: count for code, count in loop.finals.errors.copy().items()},
-        "unaddressable_items": loop.intake.unaddressable,
-        "callback_failures": dict(loop.callbacks.failures),
+        **{name: value for name, value in of_loop.items() if name != "state"},
         "not_compiled": control.not_compiled,
         "not_captured": control.not_captured,
         "absent": dict(control.absent),
     }
 
 
-def _state_of(loop: GenerationLoop, control: WorkerControl) -> str:
-    if control.stopped.is_set:
-        return "STOPPED"
-    if loop.failure is not None:
-        return "FAILED"
-    return "DRAINING" if control.draining or loop.intake.is_terminating else "RUNNING"
-
-
-def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float,
+def run_worker(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float,
                num_loops_inside: int = NESTED_WORKER_LOOPS) -> None:
     """The worker's main function: run iterations until the worker is stopped, then answer the requests that are left.
 
@@ -166,7 +187,7 @@ def run_worker(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_
             control.interruption = error
 
 
-def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
+def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float) -> None:
     """Run iterations until the worker is stopped, then end the worker.
 
     If an exception ended the previous call of this function, this call first makes the engine fail with that
@@ -188,26 +209,20 @@ def _serve(loop: GenerationLoop, control: WorkerControl, idle_poll_interval_s: f
             control.wake.wait_and_clear(idle_poll_interval_s)
             control.heartbeat.beat("loop", control.clock.monotonic())
 
-    if control.finals_before != loop.finals.num_sent:
-        control.finals_before, control.attempts_to_end = loop.finals.num_sent, 0
+    finals = loop.health()["final_responses"]
+    if control.finals_before != finals:
+        control.finals_before, control.attempts_to_end = finals, 0
     control.attempts_to_end += 1
     if control.attempts_to_end <= ATTEMPTS_TO_END:
-        loop.answer_the_rest(_failure_of(error) if error is not None else ManagerClosedError(
+        loop.end(_failure_of(error) if error is not None else ManagerClosedError(
             "the engine was shut down before the request was done", "tokens that were not sent are dropped",
-            "send the request to another instance; after tokens that were sent, batch_manager.resume continues it"))
-        _close_backend(loop)
-        loop.callbacks.at_end(lambda: health_of(loop, control, "STOPPED"))
+            "send the request to another instance; after tokens that were sent, batch_manager.resume continues it"),
+            lambda: health_of(loop, control, "STOPPED"))
     close_worker(control)
 
 
-def _close_backend(loop: GenerationLoop) -> None:
-    """Close the backend. An exception of a custom backend is counted and logged, and the worker ends all the same."""
-    with loop.callbacks.guard.containing("close", kind="method of the backend"):
-        loop.backend.close()
-
-
-def _is_done(loop: GenerationLoop, control: WorkerControl) -> bool:
-    return control.aborting or ((control.draining or loop.intake.is_terminating) and loop.is_empty)
+def _is_done(loop: EngineLoop, control: WorkerControl) -> bool:
+    return loop.is_done(draining=control.draining, aborting=control.aborting)
 
 
 def close_worker(control: WorkerControl) -> None:

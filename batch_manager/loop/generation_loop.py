@@ -2,6 +2,7 @@
 report."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..config import Limits
 from ..contained_log import log
@@ -86,6 +87,7 @@ class GenerationLoop:
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
         self.finals.end_reasons = {} if self.reporter.wants_trace else None
+        self._check_backend: Callable[[], None] | None = getattr(backend, "check", None)
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
@@ -98,6 +100,8 @@ class GenerationLoop:
             self.intake.ask(room)
         if self.is_empty:    # kept short: an idle worker runs this two hundred times a second
             self.window.drop_all()
+            if self._check_backend is not None and self.failure is None:
+                self._check_backend()
             self.callbacks.poll_stops()
             return False
         record = self._fetch(room)
@@ -125,6 +129,36 @@ class GenerationLoop:
         """Whether every fetched item has had its final response."""
         items = self.unanswered
         return not (items.alive or items.refusals or items.undecided or self.callbacks.fetched)
+
+    def is_done(self, *, draining: bool, aborting: bool) -> bool:
+        """Whether the worker may end: it is aborted, or it drains and is empty. Arguments as in worker.EngineLoop."""
+        return aborting or ((draining or self.intake.is_terminating) and self.is_empty)
+
+    def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
+        """Answer the rest with `error`, close the backend, and call the hook at_end with the result of `health`.
+
+        An exception of a custom backend is counted and logged, and the worker ends all the same.
+        """
+        self.answer_the_rest(error)
+        with self.callbacks.guard.containing("close", kind="method of the backend"):
+            self.backend.close()
+        self.callbacks.at_end(health)
+
+    def health(self) -> dict[str, Any]:
+        """The part of GptManager.health that the loop knows. Can be called from any thread."""
+        alive = self.intake.num_alive    # read once: a request that is leaving the queue is counted nowhere else
+        queued, failure = min(len(self.intake), alive), self.failure
+        return {
+            "state": "FAILED" if failure is not None else "DRAINING" if self.intake.is_terminating else "RUNNING",
+            "failure": "" if failure is None else failure.response_text(),
+            "active_requests": alive - queued,
+            "queued_requests": queued,
+            "iterations": self.iteration,
+            "final_responses": self.finals.num_sent,
+            "errors": {code.value: count for code, count in self.finals.errors.copy().items()},
+            "unaddressable_items": self.intake.unaddressable,
+            "callback_failures": dict(self.callbacks.failures),
+        }
 
     def answer_the_rest(self, error: BatchManagerError) -> None:
         """Answer each live request and each fetched item with `error`. Afterwards the loop is empty.

@@ -13,6 +13,7 @@ import pytest
 
 from batch_manager import gpt_manager, interpreter_exit, worker
 from batch_manager.gpt_manager import GptManager
+from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.worker import WorkerControl
 
 from .doubles import Thread, Threading
@@ -144,7 +145,7 @@ def an_idle_worker_waits_although_it_is_to_end(patch) -> None:
     def step_noted(self, *, accept_new: bool) -> bool:
         self.backend_control.has_just_stepped = True
         return step(self, accept_new=accept_new)
-    whole, step = worker._is_done, worker.GenerationLoop.step
+    whole, step = worker._is_done, GenerationLoop.step
     run = worker.run_worker
 
     def run_noted(loop, control, seconds: float) -> None:
@@ -152,7 +153,7 @@ def an_idle_worker_waits_although_it_is_to_end(patch) -> None:
         run(loop, control, seconds)
     patch.setattr(gpt_manager, "run_worker", run_noted)
     patch.setattr(worker, "_is_done", is_done)
-    patch.setattr(worker.GenerationLoop, "step", step_noted)
+    patch.setattr(GenerationLoop, "step", step_noted)
 
 
 def a_callback_waits_for_the_other_manager(patch) -> None:

@@ -599,29 +599,15 @@ class WatchedLoop:
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world, self._loop = world, world.loop
-        self.step = world.step
-        self.intake, self.backend, self.reporter = world.loop.intake, world.loop.backend, world.loop.reporter
-        self.finals, self.callbacks = world.loop.finals, world.loop.callbacks
-
-    @property
-    def is_empty(self) -> bool:
-        return self._loop.is_empty
-
-    @property
-    def failure(self) -> BatchManagerError | None:
-        return self._loop.failure
-
-    @property
-    def iteration(self) -> int:
-        return self._loop.iteration
+        self.step, self.is_done, self.health = world.step, world.loop.is_done, world.loop.health
 
     def fail(self, error: BatchManagerError) -> None:
         self._world.engine_failed(error, traceback.format_exc(limit=-3))
         self._loop.fail(error)
 
-    def answer_the_rest(self, error: BatchManagerError) -> None:
+    def end(self, error: BatchManagerError, health: Callable[[], dict]) -> None:
         self._world._note_what_ends()
-        self._loop.answer_the_rest(error)
+        self._loop.end(error, health)
 
 
 class WatchedScheduler(RequestScheduler):

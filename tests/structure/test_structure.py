@@ -17,8 +17,8 @@ from batch_manager.models.registry import _SHIPPED
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
-GROUND = ["adapter_values", "contained_log", "forked_child", "guard", "errors", "names", "option_values",
-          "sampling_config", "config", "handover", "seams"]
+GROUND = ["contained_log", "forked_child", "guard", "errors", "names", "option_values", "sampling_config", "config",
+          "handover", "seams"]
 HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -26,7 +26,6 @@ DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "r
 FLOORS: dict[str, list[str]] = {
     "_version": [],
     "names": [],
-    "adapter_values": [],
     "errors": ["names"],
     "contained_log": ["errors"],
     "forked_child": ["errors"],
@@ -34,11 +33,11 @@ FLOORS: dict[str, list[str]] = {
     "one_shot_event": [],
     "thread_stack": [],
     "sampling_config": ["errors", "names"],
-    "handover": ["adapter_values", "errors", "names", "sampling_config"],
+    "handover": ["errors", "names", "sampling_config"],
     "option_values": ["errors"],
-    "seams": ["adapter_values", "errors", "names", "handover", "option_values"],
+    "seams": ["errors", "names", "handover", "option_values"],
     "clock": ["contained_log", "errors", "guard", "seams"],
-    "config": ["adapter_values", "errors", "names", "handover", "seams", "option_values"],
+    "config": ["errors", "names", "handover", "seams", "option_values"],
 
     "requests": GROUND,
     "kv": [*GROUND, "requests"],
@@ -49,7 +48,7 @@ FLOORS: dict[str, list[str]] = {
     "loop": [*GROUND, "requests", "kv", "scheduling", "stats", "responses", "steps"],
 
     "triton_kernels": [],
-    "parallel": GROUND,
+    "parallel": [*GROUND, "one_shot_event", "thread_stack"],
     "weights": [*GROUND, "loading_thread"],
     "layers": [*GROUND, "triton_kernels", "parallel", "weights"],
     "attention": [*GROUND, "triton_kernels", "parallel", "weights"],
@@ -86,11 +85,12 @@ OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
                      "arguments", "options", "engine_info", "aio"], set()),
-    **dict.fromkeys(["adapter_values", "option_values", "sampling_config", "config", "handover", "seams",
-                     "custom_parts", *HOST], {"numpy"}),
+    **dict.fromkeys(["option_values", "sampling_config", "config", "handover", "seams", "custom_parts", *HOST],
+                    {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
+    "parallel": {"numpy"},
     "weights": {"numpy", "torch", "safetensors", "gguf"},
     "models": {"numpy", "torch", "transformers"},
     "adapters": {"numpy", "torch"},
@@ -126,6 +126,7 @@ ALLOWED_LOADERS = {
     **dict.fromkeys([(f"batch_manager/aio/{file}.py", name) for file in ("messages", "engine_program")
                      for name in ("multiprocessing", "pickle")],
                     "messages between a process and the one that it started, over a socket pair without a name"),
+    ("batch_manager/parallel/control.py", "socket"): "frames between the ranks of one model",
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
@@ -290,9 +291,6 @@ TOWER = [source for source in SOURCES if source.floor == "runtime" and source.pa
 SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
     "operations.py": ({"num_done"}, "a counter"),
-    "ranks/exchange.py": ({"_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done", "_of_a_call",
-                           "wait_s", "_devices", "_timeout", "_threads"},
-                          "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
     "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows",
                                    "num_sequences", "table_stride", "_memory", "_capacity"},
@@ -484,6 +482,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "responses", "server",
                                                                     "application"))
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
+    # beats of a rank, and the locks around one connection
+    may.update(f"batch_manager/parallel/{name}.py" for name in ("control", "channel", "ranks"))
     may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none

@@ -1,0 +1,176 @@
+"""The loop of every rank but rank 0: it runs the steps that rank 0 sends."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import BatchManagerError, DeviceLostError, is_a, type_name
+from ..guard import ForeignCodeError, Guard
+from ..handover import ScheduledBatch
+from ..seams import ModelBackend, PendingStep
+from ..steps.runner import is_out_of_memory
+
+SECONDS_FOR_RANK_0 = 4.0         # to end all ranks after this one was aborted
+SECONDS_BETWEEN_LOOKS = 1.0      # without a frame and without a wake-up
+
+
+class LinkToRank0(Protocol):
+    """What a Follower uses of parallel.ranks.Link, which documents it."""
+
+    end: str | None
+
+    def next_frame(self, seconds: float) -> tuple[str, Any] | None: ...
+    def done(self, number: int, error: tuple[str, bool, bool] | None) -> None: ...
+    def ask_to_end(self, drain: bool) -> None: ...
+    def close(self, reason: str = "") -> None: ...
+
+
+class FollowingBackend(ModelBackend, Protocol):
+    """The backend of a rank that draws no tokens. What `finish` of its steps returns is not used.
+
+    `start` applies the updates of the block tables before anything that can fail. If a step fails here, on rank 0 or on
+    another rank, it is run again, whole or in parts, as on rank 0.
+    """
+
+    def put_drawn(self, *arrays: Any) -> None:
+        """Take what the backend of rank 0 returned from `take_drawn`, before the step that comes with it."""
+        ...
+
+
+class Follower:
+    """What the worker of another rank runs, in place of a GenerationLoop.
+
+    Every STEP frame is run and answered with a DONE frame, which has the exception if the step raised one. Steps that
+    rank 0 runs again, such as the halves of a failed batch, come as further frames. A frame that is there is started
+    before the last step is finished, so that an asynchronous device does not wait.
+
+    link      the connection to rank 0
+    failure   why this rank ended; None while it runs, and after a shutdown
+    """
+
+    def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard,
+                 close_wake: Callable[[], None] = lambda: None) -> None:
+        """
+        close_wake   closes what wakes this rank's thread
+        """
+        self.link = link
+        self.backend = backend
+        self.failure: BatchManagerError | None = None
+        self._guard = guard
+        self._in_step = guard.raising("model step", passing=DeviceLostError)
+        self._in_close = guard.containing("close", kind="method of the backend")
+        self._close_wake = close_wake
+        self._running: deque[tuple[int, PendingStep | None, BaseException | None]] = deque()
+        self._num_steps = 0
+        self._has_asked = self._has_asked_to_abort = False
+        self._abort_at = float("inf")
+        guard.failures.update({"get": 0, "send": 0, "poll": 0, "stats": 0})
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step was started and not answered yet."""
+        return bool(self._running)
+
+    # ---------------------------------------------------------------- what the worker calls
+
+    def step(self, *, accept_new: bool) -> bool:
+        """Wait for a frame and do what it says. Returns True: the wait was here.
+
+        Raises DeviceLostError if rank 0 is lost, and if this rank's device is.
+        """
+        heartbeat, monotonic = self._guard.heartbeat, self._guard.monotonic
+        if self._running:
+            frame = self.link.next_frame(0.0)
+        else:
+            heartbeat.beat("idle", monotonic())
+            frame = self.link.next_frame(SECONDS_BETWEEN_LOOKS)
+            heartbeat.beat("loop", monotonic())
+        if frame is None:
+            if self._running:
+                self._finish_oldest()
+        elif frame[0] == "STEP":
+            self._start(*frame[1])
+        return True
+
+    def is_done(self, *, draining: bool, aborting: bool) -> bool:
+        """Whether this rank may end: rank 0 has ended, or does not answer.
+
+        draining, aborting   whether the end was asked for on this rank, which is passed on to rank 0
+        """
+        if self.failure is not None or self.link.end is not None:
+            return True
+        if aborting and not self._has_asked_to_abort:
+            self._has_asked = self._has_asked_to_abort = True
+            self._abort_at = time.monotonic() + SECONDS_FOR_RANK_0
+            self.link.ask_to_end(drain=False)
+        elif draining and not self._has_asked:
+            self._has_asked = True
+            self.link.ask_to_end(drain=True)
+        return time.monotonic() > self._abort_at
+
+    def fail(self, error: BatchManagerError) -> None:
+        """Note why this rank cannot go on. It ends then."""
+        if self.failure is None:
+            self.failure = error
+
+    def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
+        """Leave the other ranks and close the backend."""
+        self._running.clear()
+        self.link.close("" if self.failure is None else f"{type_name(self.failure)}: {self.failure.fact}")
+        with self._in_close:
+            self.backend.close()
+        self._close_wake()
+
+    def health(self) -> dict[str, Any]:
+        """The part of GptManager.health that the loop knows."""
+        failure = self.failure
+        if failure is None and self.link.end:
+            failure = DeviceLostError(self.link.end, "an engine of several ranks needs all of them")
+        return {
+            "state": "FAILED" if failure is not None else "RUNNING",
+            "failure": "" if failure is None else failure.response_text(),
+            "active_requests": 0,
+            "queued_requests": 0,
+            "iterations": self._num_steps,
+            "final_responses": 0,
+            "errors": {},
+            "unaddressable_items": 0,
+            "callback_failures": dict(self._guard.failures),
+        }
+
+    # ---------------------------------------------------------------- steps
+
+    def _start(self, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...]) -> None:
+        pending, error = None, None
+        try:
+            with self._in_step:
+                if drawn:
+                    self.backend.put_drawn(*drawn)
+                pending = self.backend.start(batch)
+        except ForeignCodeError as failure:
+            error = failure.error
+        except DeviceLostError as lost:
+            self._report(number, lost)
+            raise
+        self._running.append((number, pending, error))
+
+    def _finish_oldest(self) -> None:
+        number, pending, error = self._running.popleft()
+        if pending is not None:
+            try:
+                with self._in_step:
+                    pending.finish()
+            except ForeignCodeError as failure:
+                error = failure.error
+            except DeviceLostError as lost:
+                self._report(number, lost)
+                raise
+        self._report(number, error)
+        self._num_steps += 1
+
+    def _report(self, number: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._guard.note_failure("model step", error, kind="of rank 0")
+        self.link.done(number, None if error is None else (
+            type_name(error), is_out_of_memory(error), is_a(error, DeviceLostError)))

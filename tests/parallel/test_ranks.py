@@ -1,0 +1,373 @@
+"""A leader and its followers over memory: the frames, what happens when one is wrong, and the start together."""
+
+import struct
+import threading
+from zlib import crc32
+
+import pytest
+
+from batch_manager.errors import ConfigError, DeviceLostError
+from batch_manager.handover import ScheduledBatch
+from batch_manager.names import ErrorCode
+from batch_manager.parallel.channel import HEADER_SIZE, Channel, Kind, LostError, MemoryTransport
+from batch_manager.parallel.leading import LeadingBackend
+from batch_manager.parallel.ranks import Leader, Link, RankError, RankOutOfMemoryError
+from tests.harness.ranks import RANK_TIMEOUT_S, DrawingBackend, MemoryRanks, ScriptedRank, different_tokens
+from tests.harness.requests import request
+
+OPTIONS = {"num_blocks": 64, "tokens_per_block": 4, "num_slots": 8, "max_seq_len": 64}
+
+
+def channels() -> tuple[Channel, Channel, MemoryTransport]:
+    """Return both ends, and the transport to the second."""
+    first, second = MemoryTransport.pair()
+    ends = Channel(first, 1.0), Channel(second, 1.0)
+    for end in ends:
+        end.trust()
+    return *ends, second
+
+
+class Ranks:
+    """An engine of several scripted ranks without threads."""
+
+    def __init__(self, make_world, num_ranks: int = 3, **options) -> None:
+        local = DrawingBackend(**OPTIONS)
+        self.others = {rank: ScriptedRank(local.info) for rank in range(1, num_ranks)}
+        self.ranks = MemoryRanks(self.others)
+        self.world = make_world(backend=LeadingBackend(local, self.ranks.leader), exclude_input=True, **options)
+
+    def step(self) -> bool:
+        is_busy = self.world.step()
+        if not self.world.loop.window:
+            for rank in self.others.values():
+                assert different_tokens(self.world.loop, rank) == ""
+        return is_busy
+
+
+@pytest.fixture
+def make_ranks(make_world):
+    return lambda **options: Ranks(make_world, **options)
+
+
+# ---------------------------------------------------------------------- frames
+
+
+def test_frames_arrive_in_order_however_they_are_cut():
+    first, second, transport = channels()
+    for number in range(5):
+        first.send(Kind.DONE, (number, None))
+    first.beat()
+    data = b"".join(transport.arrives)
+    transport.arrives.clear()
+    transport.arrives.extend(data[at:at + 1] for at in range(len(data)))
+    frames = []
+    while transport.arrives:
+        frames += second.receive()
+    assert frames == [(Kind.DONE, (number, None)) for number in range(5)]
+    assert second.receive() == []
+
+
+def altered(at: int):
+    return lambda data: [data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]]
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda data: [data, data], "frame 0 where frame 1 was due"),
+    (lambda data: [], "frame 1 where frame 0 was due"),
+    (altered(0), "no frame"), (altered(4), "version"), (altered(5), "checksum"), (altered(6), "no frame"),
+    (altered(8), "frame 1 where frame 0"), (altered(16), "frame"), (altered(20), "checksum"),
+    (altered(HEADER_SIZE), "checksum"), (altered(-1 % 40), "checksum"),
+    (lambda data: [data[:19] + b"\x7f" + data[20:]], "bytes"),
+    (lambda data: [data[:5] + b"\x63" + data[6:]], "kind 99"), (lambda data: [data[:-1]], ""),
+], ids=str)
+def test_a_frame_that_is_altered_missing_repeated_or_cut_ends_the_channel(change, says):
+    first, second, transport = channels()
+    first.send(Kind.ASK, ("x" * 40, 5))
+    transport.arrives.extend(change(transport.arrives.pop()))
+    first.send(Kind.ASK, ("y" * 40, 6))
+    with pytest.raises(LostError) as raised:
+        for _ in range(4):
+            second.receive()
+    assert says in str(raised.value)
+
+
+def test_a_frame_whose_bytes_are_no_value_ends_the_channel():
+    first, second, transport = channels()
+    header = struct.pack("<4sBBHQI", b"BMrk", 1, Kind.STEP, 0, 0, 2)
+    transport.arrives.append(header + struct.pack("<I", crc32(b"\xff\xff", crc32(header))) + b"\xff\xff")
+    with pytest.raises(LostError, match="cannot be read"):
+        second.receive()
+
+
+def test_frames_that_came_before_the_end_are_read_first():
+    first, second, _ = channels()
+    first.send(Kind.END, (False, ""))
+    first.close()
+    assert second.receive() == [(Kind.END, (False, ""))]
+    with pytest.raises(LostError, match="closed"):
+        second.receive()
+
+
+def test_a_beat_never_waits_and_leaves_no_half_frame():
+    class Full(MemoryTransport):
+        room = 7
+
+        def send(self, data: bytes) -> int:
+            taken = min(self.room, len(data))
+            self.room -= taken
+            return super().send(data[:taken]) if taken else 0
+
+    transport, other = Full(), MemoryTransport()
+    transport.peer, other.peer = other, transport
+    channel, receiver = Channel(transport, 0.01), Channel(other, 1.0)
+    receiver.trust()
+    channel.beat()
+    channel.beat()
+    with pytest.raises(LostError, match="takes no bytes"):
+        channel.send(Kind.DONE, (1, None))
+    transport.room = 1000
+    channel.beat()
+    while other.arrives:
+        assert receiver.receive() in ([], [(Kind.DONE, (1, None))])
+
+
+# ---------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_rank_runs_the_steps_of_rank_0_and_has_its_tokens(make_ranks, num_ranks):
+    ranks = make_ranks(num_ranks=num_ranks)
+    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
+    for number, prompt in enumerate(prompts):
+        ranks.world.client.pending.append(request(number, prompt, 7))
+    while ranks.step():
+        continue
+    for number, prompt in enumerate(prompts):
+        assert ranks.world.client.final(number).tokens() == ranks.world.backend.local.expected(prompt, 7)
+    assert {rank.num_steps for rank in ranks.others.values()} == {ranks.world.backend.local.num_steps}
+    assert ranks.world.loop.backend.figures()["World Size"] == num_ranks
+
+
+@pytest.mark.parametrize("error, code", [(RuntimeError, ErrorCode.MODEL_ERROR), (MemoryError, ErrorCode.OUT_OF_MEMORY)])
+@pytest.mark.parametrize("in_finish", [False, True])
+def test_a_step_that_raises_on_another_rank_is_narrowed_down_as_on_one(make_ranks, error, code, in_finish):
+    """C21: only the sequence that fails alone is lost, and the others go on."""
+    ranks = make_ranks()
+    broken = ranks.others[2]
+
+    def fail(batch):
+        if 1 in batch.slots():
+            raise error("secret")
+    if in_finish:
+        steps = []
+        broken.on_step = steps.append
+        broken.finish = lambda: fail(steps[-1])
+    else:
+        broken.on_step = fail
+    for number in range(4):
+        ranks.world.client.pending.append(request(number, [number + 1] * 5, 4))
+    while ranks.step():
+        continue
+    client = ranks.world.client
+    assert client.final(1).code == code.value
+    for number in (0, 2, 3):
+        assert client.final(number).tokens() == ranks.world.backend.local.expected([number + 1] * 5, 4)
+
+
+def two_ranks() -> tuple[MemoryRanks, ScriptedRank]:
+    rank = ScriptedRank(DrawingBackend().info)
+    return MemoryRanks({1: rank}), rank
+
+
+@pytest.mark.parametrize("error, raised", [(ValueError("secret"), RankError), (MemoryError(), RankOutOfMemoryError),
+                                           (DeviceLostError("secret", ""), DeviceLostError)])
+def test_the_error_of_another_rank_names_it_and_its_class_and_has_no_content(error, raised):
+    ranks, rank = two_ranks()
+
+    def fail(batch):
+        raise error
+    rank.on_step = fail
+    number = ranks.leader.send_step(ScheduledBatch(0))
+    with pytest.raises(raised) as caught:
+        ranks.leader.wait_done(number)
+    assert "rank 1" in str(caught.value) and type(error).__name__ in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert rank.closed == (raised is DeviceLostError)
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def lose_by_closing(ranks: MemoryRanks) -> None:
+    for end in ranks.transports[2]:
+        end.close()
+
+
+def lose_by_stopping(ranks: MemoryRanks) -> None:
+    ranks.stopped.add(2)
+
+
+def lose_by_an_altered_frame(ranks: MemoryRanks) -> None:
+    ranks.transports[2][0].arrives.append(b"x" * 100)
+
+
+def lose_by_the_end_of_its_program(ranks: MemoryRanks) -> None:
+    ranks.end(2, None)
+
+
+@pytest.mark.parametrize("lose", [lose_by_closing, lose_by_stopping, lose_by_an_altered_frame,
+                                  lose_by_the_end_of_its_program])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_lost_rank_ends_all_with_one_final_each(make_ranks, lose, is_idle):
+    ranks, client = make_ranks(), None
+    client = ranks.world.client
+    if not is_idle:
+        for number in range(3):
+            client.pending.append(request(number, [number + 1] * 5, 20))
+        ranks.step()
+        ranks.step()
+    lose(ranks.ranks)
+    with pytest.raises(DeviceLostError, match="^rank 2 ") as raised:
+        for _ in range(200):
+            ranks.ranks.run()
+            ranks.ranks.tick()
+            ranks.world.step()
+    loop = ranks.world.loop
+    loop.fail(raised.value)
+    assert loop.health()["state"] == "FAILED" and "rank 2" in loop.health()["failure"]
+    client.pending.append(request(9, [1], 1))
+    loop.step(accept_new=True)
+    for number in [9] if is_idle else [0, 1, 2, 9]:
+        assert client.final(number).code == "ENGINE_FAILED"
+    ranks.ranks.run()
+    assert "rank 2" in ranks.ranks.followers[1].health()["failure"]
+    assert ranks.others[1].closed
+    assert ranks.ranks.leader.health()[2]["state"] == "LOST" and ranks.ranks.leader.health()[1]["state"] == "STOPPED"
+
+
+def test_beats_keep_a_rank_alive_in_a_long_step_and_silence_is_counted_in_own_beats():
+    ranks, _ = two_ranks()
+    for _ in range(100):
+        ranks.tick()
+    assert ranks.leader.lost is None
+    assert ranks.leader.health()[1]["seconds_since_heard"] <= ranks.leader.beat_s
+    ranks.stopped.add(1)
+    for _ in range(round(RANK_TIMEOUT_S / ranks.leader.beat_s)):
+        ranks.tick()
+    assert ranks.leader.lost is None
+    ranks.tick()
+    assert "silent for 4 s" in str(ranks.leader.lost)
+
+
+def test_the_other_ranks_end_when_rank_0_does():
+    ranks, rank = two_ranks()
+    ranks.leader.close()
+    ranks.run()
+    assert rank.closed and ranks.followers[1].failure is None and ranks.followers[1].health()["state"] == "RUNNING"
+
+
+def test_a_rank_that_loses_rank_0_ends_by_itself():
+    ranks, rank = two_ranks()
+    ranks.transports[1][0].close()
+    ranks.run()
+    assert rank.closed and "rank 0 has closed" in ranks.followers[1].health()["failure"]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_shutdown_of_another_rank_asks_rank_0(drain):
+    ranks, _ = two_ranks()
+    asked = []
+    ranks.leader.on_end = asked.append
+    for _ in range(3):
+        assert not ranks.followers[1].is_done(draining=True, aborting=not drain)
+    ranks.leader.tick()
+    assert asked == [drain]
+
+
+# ---------------------------------------------------------------------- the start
+
+
+class Starting:
+    """A leader and two links that start, in threads over memory."""
+
+    def __init__(self) -> None:
+        pairs = {rank: MemoryTransport.pair() for rank in (1, 2)}
+        ends = {rank: (Channel(mine, 1.0), Channel(theirs, 1.0)) for rank, (mine, theirs) in pairs.items()}
+        self.leader = Leader({rank: mine for rank, (mine, _) in ends.items()}, self._wait, 1.0)
+        self.links = [Link(rank, 3, theirs, self._wait, 1.0) for rank, (_, theirs) in ends.items()]
+
+    @staticmethod
+    def _wait(seconds, ranks):
+        threading.Event().wait(0.001)
+        return ranks
+
+    def run(self, *bodies) -> list:
+        """Run one body in the start of each rank. Return their results or exceptions."""
+        results = [None] * 3
+
+        def start(index: int, ranks: Leader | Link) -> None:
+            try:
+                with ranks.starting():
+                    results[index] = bodies[index](ranks)
+            except BaseException as error:
+                results[index] = error
+        threads = [threading.Thread(target=start, args=item) for item in enumerate([self.leader, *self.links])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def test_ranks_that_start_get_the_values_of_all():
+    def body(ranks):
+        ranks.compare("the version", "1.0", "install one version")
+        return min(ranks.exchange("num_blocks", 100 - ranks.rank)), ranks.exchange("ready")
+    start = Starting()
+    assert start.run(body, body, body) == [(98, [None] * 3)] * 3
+    assert not start.leader.is_starting
+
+
+def test_values_that_must_be_equal_are_an_error_on_every_rank_with_all_values():
+    def body(ranks):
+        ranks.compare("the digest", "ab" if ranks.rank == 1 else "cd", "copy the file")
+    errors = Starting().run(body, body, body)
+    assert {str(error) for error in errors} == {
+        "the digest is 'cd' on ranks 0, 2, 'ab' on rank 1; expected the same on every rank; copy the file"}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("error", [ConfigError("the model is missing", "expected one"), RuntimeError("no disk"),
+                                   KeyboardInterrupt()])
+def test_a_rank_that_fails_fails_all_with_its_reason(rank, error):
+    def body(ranks):
+        if ranks.rank == rank:
+            raise error
+        ranks.exchange("loaded")
+    errors = Starting().run(body, body, body)
+    assert errors.pop(rank) is error
+    for other in errors:
+        assert type(other) is ConfigError and other.fact.startswith(f"rank {rank}: ")
+        assert (str(error) or "KeyboardInterrupt") in str(other)
+
+
+def test_a_failure_interrupts_a_rank_that_is_still_loading():
+    seen = []
+
+    def fails(ranks):
+        raise RuntimeError("no disk")
+
+    def loads(ranks):
+        interrupted = threading.Event()
+        ranks.on_failure = lambda error: (seen.append(str(error)), interrupted.set())
+        while not interrupted.wait(0.001):
+            ranks.tick()
+        ranks.exchange("loaded")
+    errors = Starting().run(loads, loads, fails)
+    assert len(seen) == 2 and all("rank 2: no disk" in text for text in [*seen, *map(str, errors[:2])])
+
+
+def test_ranks_of_other_code_are_found_by_the_names_of_their_phases():
+    errors = Starting().run(lambda ranks: ranks.exchange("b"), lambda ranks: ranks.exchange("b"),
+                            lambda ranks: ranks.exchange("a"))
+    assert all(type(error) is ConfigError and "'a'" in str(error) for error in errors)
