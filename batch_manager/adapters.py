@@ -55,7 +55,7 @@ HARMLESS_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight", re.DOTALL)
-_PATTERN = re.compile(r"\^?[\w.\-]+")
+_PATTERN = re.compile(r"\^?[\w.\-]+", re.ASCII)
 
 # Last part of a projection's name -> module ids of its outputs, in order. `c_proj` has two meanings.
 _QKV, _ATTENTION_OUT, _DOWN = (0,), (4,), (6,)

@@ -5,6 +5,7 @@ cut-17                a valid checkpoint with one truncated file: number 17 of a
 large-FILE-TEXT       megabytes of JSON in place of the FILE "config", "header" or "index"; TEXT is in LARGE_TEXTS
 honest-FAMILY         a valid checkpoint of the model family
 gguf-17               a random damaged GGUF file, from seed 17
+adapter-17            a random damaged adapter folder of peft, from seed 17
 """
 
 from bisect import bisect_right
@@ -12,6 +13,7 @@ from functools import cache
 from itertools import accumulate
 from random import Random
 
+from . import adapter_cases
 from .damage_bytes import LARGE_TEXTS, damage_bytes, stand_in
 from .damage_structure import damage_config, damage_header, damage_index
 from .entries import Bytes, Entry
@@ -20,7 +22,7 @@ from .honest import CONFIG, FAMILIES, INDEX, SINGLE, Draft, TensorFile, honest
 
 MEGABYTES = 4.2
 DTYPES = ("F32", "F16", "BF16")
-CUT, GGUF = "cut-", "gguf-"
+CUT, GGUF, ADAPTER = "cut-", "gguf-", "adapter-"
 
 
 STRUCTURAL = {"config": damage_config, "header": damage_header, "index": damage_index}
@@ -36,6 +38,8 @@ def case(key: str) -> dict[str, Entry]:
     kind, _, rest = key.partition("-")
     if kind == "gguf":
         return {FILE: Bytes(damaged(int(rest)))}
+    if kind == "adapter":
+        return adapter_cases.damaged(int(rest))[1]
     if kind == "honest":
         return honest_files(rest, "BF16", False, True, True)
     if kind == "large":

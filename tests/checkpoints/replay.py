@@ -8,10 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import gguf_rules
-from .cases import case
+from . import adapter_cases, adapter_rules, gguf_rules
+from .cases import ADAPTER, case
 from .rules import judge
-from .trial import Bench, num_bytes, outcome_of, whole_way
+from .trial import Bench, num_bytes, whole_way
 
 FOLDER = Path("/tmp/damaged-checkpoint")
 
@@ -32,9 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = counts.failed[0][1] if counts.failed else []
     wrong += [found for found in bench.resources(options.key) if found not in wrong]
     path = bench.path_of(options.key)
-    outcome = outcome_of(path)
-    wrong += [found for found in whole_way(path, outcome) if found not in wrong]
-    verdict = judge(files) if path == options.folder else gguf_rules.verdict(path.read_bytes())
+    outcome = bench.outcome_of(options.key)
+    if options.key.startswith(ADAPTER):
+        verdict = adapter_rules.judge(adapter_cases.damaged(int(options.key.removeprefix(ADAPTER)))[0], files)
+    else:
+        wrong += [found for found in whole_way(path, outcome) if found not in wrong]
+        verdict = judge(files) if path == options.folder else gguf_rules.verdict(path.read_bytes())
     print(f"{options.folder}: {', '.join(sorted(files))}; {num_bytes(files):,} bytes")
     print(f"the rules say: {verdict!r:.300}")
     print(f"the product says: {outcome!r:.600}")

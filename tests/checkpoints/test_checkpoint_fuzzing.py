@@ -13,7 +13,7 @@ import pytest
 from batch_manager.weights.folder import CheckpointFile
 from batch_manager.weights.gguf_header import read_gguf_header
 
-from .cases import CUT, GGUF, case, cuts_of, num_cuts
+from .cases import ADAPTER, CUT, GGUF, case, cuts_of, num_cuts
 from .damage_bytes import LARGE_TEXTS
 from .entries import Bytes, Place
 from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
@@ -92,6 +92,11 @@ def test_a_key_always_means_the_same_files(tmp_path):
     last = case(f"{CUT}{num_cuts() - 1}")
     Place(tmp_path / "m").become(last)
     assert {path.name for path in (tmp_path / "m").iterdir()} == set(last)
+
+
+def test_damaged_adapter_folders_are_read_rightly_or_refused(bench):
+    counts = try_all(bench, [f"{ADAPTER}{seed}" for seed in range(1500)])
+    assert counts.ends["good"] > 200 and counts.ends["bad"] > 1000 and counts.ends["undecided"] < 20
 
 
 def test_damaged_gguf_files_are_read_rightly_or_refused(bench):

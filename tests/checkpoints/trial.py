@@ -1,5 +1,6 @@
-"""Reads checkpoints with batch_manager, and checks the outcomes against the verdicts of rules.py and gguf_rules.py."""
+"""Reads checkpoints with batch_manager, and checks the outcomes against the verdicts of the `rules` modules."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -11,14 +12,15 @@ import numpy as np
 import torch
 
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
+from batch_manager.adapters import _folder, _read_peft_folder, projections_of
 from batch_manager.errors import ModelLoadError
 from batch_manager.models import loading, registry
 from batch_manager.models.end_ids import read_end_ids
 from batch_manager.models.spec import ModelSpec
 from batch_manager.weights.checkpoint import open_checkpoint
 
-from . import gguf_rules
-from .cases import GGUF, case
+from . import adapter_cases, adapter_rules, gguf_rules
+from .cases import ADAPTER, GGUF, case
 from .config_rules import expected_tensors
 from .entries import Bytes, Entry, Place
 from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
@@ -33,7 +35,8 @@ PORTION = 50
 SECONDS_TO_LEAVE = 5.0
 HONEST_GGUF = frozenset(honest(architecture, kind, untied).to_bytes() for architecture in ARCHITECTURES
                         for kind in KINDS for untied in (False, True))
-WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)))
+WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)),
+           *(f"adapter-{seed}" for seed in range(20)))
 
 
 @dataclass(slots=True)
@@ -65,6 +68,10 @@ class Bench:
         self.place = Place(path)
         for architecture in registry.known_architectures():        # imports and allocations that happen once
             registry.find_model(architecture)
+        self.projections = {}                                      # of the models that adapters are for
+        for name, config in adapter_cases.MODELS.items():
+            self.place.become({"config.json": Bytes(json.dumps(config).encode())})
+            self.projections[name] = projections_of(path)
         for seed in WARMING:
             self.place.become(case(seed))
             self._try(seed, whole=True)
@@ -87,7 +94,7 @@ class Bench:
         for key in keys:
             files = case(key)
             self.place.become(files)
-            seed = key.removeprefix(GGUF)
+            seed = key.removeprefix(GGUF).removeprefix(ADAPTER)
             whole = seed.isdigit() and int(seed) % WHOLE_EVERY == 0
             end, wrong[key] = self._try(key, whole, files)
             large += [key] if num_bytes(files) > LARGE else []
@@ -104,7 +111,7 @@ class Bench:
         self.place.become(files)
         forget_peak()
         before = Resources.now()
-        outcome = outcome_of(self.path_of(key))
+        outcome = self.outcome_of(key)
         text = str(outcome) if isinstance(outcome, Exception) else ""
         del outcome
         return [f"{found}; {text}" for found in differences(before, Resources.now(), num_bytes(files))]
@@ -114,8 +121,11 @@ class Bench:
         path = self.path_of(key)
         with audited(self.place.path) as deeds:
             watch = Stopwatch()
-            outcome = outcome_of(path)
+            outcome = self.outcome_of(key)
             slow = watch.too_long()
+        if key.startswith(ADAPTER):
+            verdict = adapter_rules.judge(adapter_cases.damaged(int(key.removeprefix(ADAPTER)))[0], files)
+            return named(verdict), [*deeds, *slow, *compare_adapter(path, verdict, outcome)]
         if path.name == FILE:
             end, wrong = self._of_gguf(path, outcome)
             return end, [*deeds, *slow, *wrong, *(whole_way(path, outcome) if whole else [])]
@@ -123,7 +133,17 @@ class Bench:
         wrong = [*deeds, *slow, *compare(self.place.path, verdict, outcome)]
         if whole:
             wrong += whole_way(self.place.path, outcome)
-        return ("undecided" if verdict is None else type(verdict).__name__.lower()), wrong
+        return named(verdict), wrong
+
+    def outcome_of(self, key: str) -> Any:
+        """Read what the files of `key` are. Returns what was read, or the exception that reading raised."""
+        if not key.startswith(ADAPTER):
+            return outcome_of(self.path_of(key))
+        try:
+            model = adapter_cases.damaged(int(key.removeprefix(ADAPTER)))[0]
+            return _read_peft_folder(_folder(self.place.path), self.projections[model])
+        except BaseException as fault:
+            return fault.with_traceback(None)
 
     def path_of(self, key: str) -> Path:
         """Return the path that is passed to batch_manager as the model: the folder, or the GGUF file in it."""
@@ -135,6 +155,10 @@ class Bench:
         if isinstance(outcome, ModelLoadError):
             wrong += compare_refusal(path, None, outcome)
         return end, wrong
+
+
+def named(verdict: Good | Bad | None) -> str:
+    return "undecided" if verdict is None else type(verdict).__name__.lower()
 
 
 def num_bytes(files: Mapping[str, Entry]) -> int:
@@ -185,6 +209,21 @@ def compare(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]
         return [*wrong, "other tensors than the file has"]
     return wrong + [f"{name} has other values than the file" for name, tensor in tensors.items()
                     if not np.array_equal(tensor.numpy(), verdict.tensors[name], equal_nan=True)]
+
+
+def compare_adapter(folder: Path, verdict: Good | Bad | None, outcome: Any) -> list[str]:
+    if isinstance(outcome, BaseException):
+        return compare_refusal(folder, verdict, outcome)
+    if isinstance(verdict, Bad):
+        return [f"was read, although {verdict.faults[:5]} is wrong"]
+    if verdict is None:
+        return []
+    rows = {f"{module} {layer}": row.float().numpy() for row, (module, layer, _) in zip(
+        outcome.lora_weights, outcome.lora_config.tolist())}
+    if rows.keys() != verdict.tensors.keys() or len(rows) != len(outcome.lora_config):
+        return ["other modules than the file has"]
+    return [f"{name} has other values than the file" for name, row in verdict.tensors.items()
+            if not np.array_equal(rows[name][: len(row)], row) or rows[name][len(row) :].any()]
 
 
 def compare_refusal(folder: Path, verdict: Good | Bad | None, refusal: BaseException) -> list[str]:

@@ -25,6 +25,8 @@ OF_THE_MODEL = {
     "fused_linear": ("x", "weight", "bias", "norm_weight", "norm_bias", "residual", "out"),
     "gated_activation": ("gate_up", "out"),
     "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
+    "lora_expand_add": ("y", "pages"),
+    "lora_shrink": ("x", "pages"),
     "paged_attention_context": ("query", "kv_pool", "out"),
     "paged_attention_decode": ("query", "key", "value", "kv_pool", "out", "query_norm", "key_norm"),
     "paged_attention_merge": ("out",),

@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 # Their instructions are counted on sm_90. Others are not disassembled: it takes a third of a second per kernel.
-DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel"}
+DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
+                "_lora_expand_add_kernel", "_lora_shrink_kernel"}
 NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # name -> target, shared memory per program in KiB, multiprocessors
@@ -132,11 +133,35 @@ def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, 
     )
 
 
+def adapters(rows, begin=0):
+    """Launch both products of adapters for some rows. The index tensors begin at this entry."""
+    from batch_manager.triton_kernels.lora_expand_add import lora_expand_add
+    from batch_manager.triton_kernels.lora_shrink import lora_shrink
+
+    def sliced(*shape):
+        return torch.empty(shape[0] + begin, *shape[1:], dtype=torch.int32)[begin:]         # real memory
+
+    given = tensor(500, 32 * 40), sliced(rows, 3), sliced(1 + begin, 16 * (begin + 1)), sliced(3, 7), sliced(2, 5)
+    lora_expand_add(tensor(rows, 128), lora_shrink(tensor(rows, 576), *given), *given, 64, True)
+
+
 def linear(size, columns, dtype=torch.bfloat16):
     from batch_manager.triton_kernels.deterministic_linear import deterministic_linear
 
     weight = tensor(columns, size, dtype=dtype)
     deterministic_linear(tensor(64, size, dtype=dtype), weight, tensor(columns, dtype=dtype))
+
+
+def lora(size, outputs, dtype=torch.bfloat16):
+    """Launch both products of adapters for projections of `size` inputs and these numbers of outputs."""
+    from batch_manager.triton_kernels.lora_expand_add import lora_expand_add
+    from batch_manager.triton_kernels.lora_shrink import lora_shrink
+
+    given = tensor(500, 32 * 4000, dtype=dtype), integers(40, 3), integers(8, 64), integers(8, 224), integers(
+        len(outputs), 5)
+    shrunk = lora_shrink(tensor(64, size, dtype=dtype), *given)
+    lora_expand_add(tensor(64, sum(outputs), dtype=dtype), shrunk, *given, max(outputs),
+                    all(size % 32 == 0 for size in outputs))
 
 
 def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options):
@@ -277,6 +302,11 @@ CASES = {
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),
+    "lora qkv 8B": lambda: lora(4096, [4096, 1024, 1024]),
+    "lora down 135M": lambda: lora(1536, [576]),
+    "lora 100": lambda: lora(100, [70]),
+    "lora qkv 135M float16": lambda: lora(576, [576, 192, 192], torch.float16),
+    "lora qkv 135M float32": lambda: lora(576, [576, 192, 192], torch.float32),
     "fused qkv 8B": lambda: fused(4096, 6144),
     "fused gate up 8B": lambda: fused(4096, 14336, activation="silu", gated=True),
     "fused qkv 135M": lambda: fused(576, 960),
@@ -359,6 +389,7 @@ def variants_by_alignment():
         ban_words(logits, *of_rows, *word_lists, 7)
         match_stop_words(lengths, *of_rows, *word_lists)
     for rows in (1, 16, 17, 64, 65, 250):                  # a step may have any number of rows
+        adapters(rows, rows % 2)
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
         fused_linear(tensor(rows, 64), tensor(96, 64), None, tensor(64))
         for num_candidates in (7, 8):
@@ -425,6 +456,7 @@ def nvidia_figures(kernel, with_instructions):
         if with_instructions:
             sass = dump("-sass")
             copies = re.findall(r"\bLDGSTS\S*", sass)                          # asynchronous loads to shared memory
+            figures["LDG.narrow"] = len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", sass))      # of an entry or less
             figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
             figures["counted after a barrier"] = counted_after_a_barrier(kernel.asm["ptx"])

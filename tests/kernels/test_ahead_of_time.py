@@ -21,7 +21,8 @@ FINDINGS = ["variants", "refusals", "blocks"]
 KERNELS = {
     "_activation_kernel", "_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel",
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
-    "_gated_activation_kernel", "_layer_norm_kernel", "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
+    "_gated_activation_kernel", "_layer_norm_kernel", "_lora_expand_add_kernel", "_lora_shrink_kernel",
+    "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
     "_prepare_step_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_digit_kernel",
     "_sample_token_kernel", "_sample_mass_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
@@ -118,6 +119,14 @@ def test_the_counters_of_parts_are_increased_between_barriers_and_order_memory(c
         assert record["counted after a barrier"] is (True if "merges" in record["case"] else None), record
 
 
+def test_adapters_load_pages_in_the_widest_pieces_and_use_the_matrix_units(compiled):
+    for kernel in ("_lora_shrink_kernel", "_lora_expand_add_kernel"):
+        for record in of_kernel(compiled["sm_90"], kernel):
+            if record["case"] not in ("lora 100", "lora qkv 135M float32"):
+                assert record["HMMA"] > 0 and record["LDG.narrow"] == record["LDGSTS.narrower"] == 0, record
+                assert record["LDGSTS.128"] > 0 or kernel != "_lora_shrink_kernel", record    # B is a single tile
+
+
 def test_context_attention_uses_the_matrix_units(compiled):
     # A tile of 16 uniform rows is too small for the instructions of a warp group.
     high = [record for record in of_kernel(compiled["sm_90"], "_context_kernel") if "uniform" not in record["case"]]
@@ -205,6 +214,7 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
         "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1,
         "_sample_token_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
+        "_lora_shrink_kernel": 1, "_lora_expand_add_kernel": 1,
         "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 2,        # for few rows, and for tiles of rows
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,
     }

@@ -270,10 +270,42 @@ def _beam_topk(bench: Bench) -> float:
                     oracle_as_is=True)
 
 
+def _adapters(bench: Bench) -> dict[str, Any]:
+    """Return the arguments of both products of adapters for three projections of a layer, and their sizes."""
+    rows, size, outputs, all_ranks = bench.pick((70, 4096, (4096, 1024, 1024), ((64, 16, 8), (5, 0, 64), (16, 16, 16))),
+                                                (5, 70, (33, 8, 5), ((3, 0, 17), (1, 1, 1), (0, 2, 0))))
+    starts = np.cumsum([0, *(-(-entries // 32) for pair in ((size, one) for one in outputs) for entries in pair)])
+    projections = [(k, starts[2 * k], starts[2 * k + 1], sum(outputs[:k]), one) for k, one in enumerate(outputs)]
+    most = -(-max(map(max, all_ranks)) // 16) * 16
+    bounds = np.linspace(0, rows - 1, len(all_ranks) + 1, dtype=int)          # the last row has no adapter
+    tiles = [(first, min(first + 16, end), adapter) for adapter, (begin, end) in enumerate(zip(bounds, bounds[1:]))
+             for first in range(begin, end, 16)]
+    table = np.random.default_rng(0).permutation(len(all_ranks) * most).reshape(len(all_ranks), most)
+    indices = (tiles, table, all_ranks, projections)
+    return {"rows": rows, "size": size, "outputs": outputs, "most": most,
+            "pages": bench.normal(len(all_ranks) * most, int(starts[-1]) * 32) / size**0.5,
+            "indices": [bench.tensor(np.array(values), torch.int32) for values in indices]}
+
+
+def _lora_shrink(bench: Bench) -> float:
+    given = _adapters(bench)
+    out = bench.normal(-(-given["size"] // 1024), 3, given["rows"], given["most"], dtype=torch.float32)
+    return error_of(bench, "lora_shrink", bench.normal(given["rows"], given["size"]), given["pages"], *given["indices"],
+                    out)
+
+
+def _lora_expand_add(bench: Bench) -> float:
+    given = _adapters(bench)
+    shrunk = bench.normal(2, 3, given["rows"], given["most"], dtype=torch.float32)
+    outputs = given["outputs"]
+    return error_of(bench, "lora_expand_add", bench.normal(given["rows"], sum(outputs)), shrunk, given["pages"],
+                    *given["indices"], max(outputs), all(size % 32 == 0 for size in outputs))
+
+
 CHECKS: dict[str, Callable[[Bench], float]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "activation": _activation, "gated_activation": _gated_activation,
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
-    "fused_linear": _fused_linear,
+    "fused_linear": _fused_linear, "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
     "paged_attention_merge": _merge, "paged_attention_context": _context,
     "paged_attention_context in parts": _context_in_parts, "sample_token": _sample_token,

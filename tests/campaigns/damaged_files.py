@@ -1,6 +1,7 @@
-"""Damaged GGUF files: each is refused with one ModelLoadError that names it, or read as the oracle reads it.
+"""Damaged GGUF files, or adapter folders: each is refused with one ModelLoadError that names it, or read as its oracle
+reads it.
 
-    python tests/campaigns/damaged_gguf_files.py --first-seed 100000 --files 200000 [--processes 2]
+    python tests/campaigns/damaged_files.py gguf --first-seed 100000 --files 200000 [--processes 2]
 
 Reading a file must not start a process, import a module or open another file, and must not take a second or 64 MiB more
 than its own size. A failure prints the command that repeats it. Results are recorded in tests/CAMPAIGNS.md.
@@ -17,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.checkpoints.cases import GGUF
+from tests.checkpoints.cases import ADAPTER, GGUF
 from tests.checkpoints.replay import command
 from tests.checkpoints.trial import Bench, Counts
 
@@ -26,14 +27,15 @@ IN_MEMORY = Path("/dev/shm")
 _benches: list[Bench] = []
 
 
-def portion(folder: str, first_seed: int, files: int) -> Counts:
+def portion(folder: str, kind: str, first_seed: int, files: int) -> Counts:
     if not _benches:
         _benches.append(Bench(Path(folder) / str(os.getpid())))
-    return _benches[0].run([f"{GGUF}{first_seed + number}" for number in range(files)])
+    return _benches[0].run([f"{kind}{first_seed + number}" for number in range(files)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=[GGUF.strip("-"), ADAPTER.strip("-")])
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=200_000)
     parser.add_argument("--processes", type=int, default=2)
@@ -43,7 +45,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder, \
             multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         where = str(Path(folder).resolve())
-        work = [(where, seed, min(A_PORTION, end - seed)) for seed in range(options.first_seed, end, A_PORTION)]
+        work = [(where, f"{options.kind}-", seed, min(A_PORTION, end - seed))
+                for seed in range(options.first_seed, end, A_PORTION)]
         for done in pool.starmap(portion, work, chunksize=1):
             counts.add(done)
     for key, found in counts.failed[:20]:
