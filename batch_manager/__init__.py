@@ -25,6 +25,9 @@ _PUBLIC = {
     "TrtGptModelOptionalParams": "config",
     "KvCacheConfig": "config",
     "ParallelConfig": "config",
+    "PeftCacheConfig": "config",
+    "MODULE_NAMES": "adapter_values",
+    "AdapterInfo": "adapter_values",
     "TrtGptModelType": "names",
     "SchedulerPolicy": "names",
     "ContextChunkingPolicy": "names",
@@ -70,6 +73,9 @@ _PUBLIC = {
     "BlockCopy": "handover",
     "BlockClear": "handover",
     "AdapterLoad": "handover",
+    "AdapterContent": "adapter_values",
+    "AdapterModules": "adapter_values",
+    "AdapterPart": "adapter_values",
     "Hypothesis": "handover",
     "StepOutput": "handover",
     "RowFailure": "handover",
@@ -110,12 +116,18 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
+    from .adapter_values import MODULE_NAMES as MODULE_NAMES
+    from .adapter_values import AdapterContent as AdapterContent
+    from .adapter_values import AdapterInfo as AdapterInfo
+    from .adapter_values import AdapterModules as AdapterModules
+    from .adapter_values import AdapterPart as AdapterPart
     from .attention.interface import Attention as Attention
     from .attention.interface import LayerAttention as LayerAttention
     from .config import KvCacheConfig as KvCacheConfig
     from .config import Limits as Limits
     from .config import ParallelConfig as ParallelConfig
     from .config import Parts as Parts
+    from .config import PeftCacheConfig as PeftCacheConfig
     from .config import TrtGptModelOptionalParams as TrtGptModelOptionalParams
     from .decoding.logits_rows import LogitsRows as LogitsRows
     from .decoding.logits_stage import LogitsStage as LogitsStage

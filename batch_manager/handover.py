@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .adapter_values import AdapterContent
 from .names import ErrorCode, FinishReason
 from .sampling_config import NEUTRAL, SamplingConfig
 
@@ -80,6 +81,8 @@ class SlotSetup:
     max_new_tokens          tokens after which a search with several beams ends. For other sequences the host counts
                             tokens
     history                 [n] int32, all tokens of the sequence so far; None until `continuing` sets the history
+    adapter_pages           the pages with the sequence's adapter, in order of rank; empty: no adapter. Their content is
+                            the sequence's until it leaves its slot
     """
 
     sampling: SamplingConfig = NEUTRAL
@@ -98,6 +101,7 @@ class SlotSetup:
     prompt_length: int = 0
     max_new_tokens: int = 0
     history: np.ndarray | None = None
+    adapter_pages: tuple[int, ...] = ()
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -255,11 +259,14 @@ class BlockClear:
 class AdapterLoad:
     """A device operation that loads an adapter into pages of the device.
 
-    page_ids   the pages in order; the load overwrites their content
+    page_ids   the pages in order, one for each rank; the load overwrites their content. Page j gets row j of each A and
+               column j of each B, and zeros for parts of at most j ranks
+    content    the adapter, by reference
     """
 
     task_id: int
     page_ids: tuple[int, ...]
+    content: AdapterContent | None = None
 
 
 DeviceOperation = BlockCopy | BlockClear | AdapterLoad

@@ -54,6 +54,7 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             ("enable_trt_overlap", params.enable_trt_overlap, "static batching runs one batch at a time"),
             ("enable_chunked_context", params.enable_chunked_context,
              "all prompts of a batch are computed in one step"),
+            ("peft_cache_config", params.peft_cache_config is not None, "a padded batch has no adapters"),
             ("max_draft_tokens", arguments.max_draft_tokens > 0,
              "a step of a static batch yields one token of each request"),
             ("Parts.scheduler", parts.scheduler is not None, "static batching has its own scheduler")):
@@ -97,6 +98,9 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
                           "host_cache_size out")
+    if params.peft_cache_config is not None and not info.max_adapter_size:
+        raise ConfigError("peft_cache_config is set", f"the backend of type {type(backend).__name__} has no adapters: "
+                          "its BackendInfo has max_adapter_size=0", "leave peft_cache_config out")
     return Plan(limits=limits, window=window, enable_block_reuse=kv.enable_block_reuse,
                 enable_partial_reuse=kv.enable_partial_reuse,
                 host_blocks=info.host_blocks if kv.host_cache_size else 0)

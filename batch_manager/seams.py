@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .adapter_values import AdapterModules
 from .errors import ConfigError
 from .handover import ScheduledBatch, StepOutput
 from .option_values import exact_integer, put_count
@@ -35,6 +36,9 @@ class BackendInfo:
     not_captured          why steps are not captured as CUDA graphs and replayed; "" if they are
     absent                name of a form of a step -> why the backend lacks it, see docs/steps.md
     max_draft_tokens      most draft tokens of a sequence that a step verifies; 0: none
+    max_adapter_size      largest rank of a LoRA adapter; 0: the backend has no adapters
+    adapter_pages         pages on the device for adapters, each for one rank of all `adapter_modules`
+    adapter_modules       the projections that adapters may change; None: the backend has no adapters
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
@@ -60,17 +64,26 @@ class BackendInfo:
     not_captured: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, hash=False)
     max_draft_tokens: int = 0
+    max_adapter_size: int = 0
+    adapter_pages: int = 0
+    adapter_modules: AdapterModules | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):
             put_count(self, name, owner="BackendInfo.")
-        for name in ("hidden_size", "sink_tokens", "host_blocks", "max_draft_tokens"):
+        for name in ("hidden_size", "sink_tokens", "host_blocks", "max_draft_tokens", "max_adapter_size",
+                     "adapter_pages"):
             put_count(self, name, minimum=0, owner="BackendInfo.")
         put_count(self, "attention_window", optional=True, owner="BackendInfo.")
         end_ids = [exact_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]
         if None in end_ids:
             raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "expected a tuple of integers")
         object.__setattr__(self, "end_ids", tuple(end_ids))
+        if len({bool(self.max_adapter_size), bool(self.adapter_pages), self.adapter_modules is not None}) > 1:
+            raise ConfigError(f"BackendInfo.max_adapter_size is {self.max_adapter_size}, adapter_pages is "
+                              f"{self.adapter_pages} and adapter_modules is "
+                              f"{'None' if self.adapter_modules is None else 'set'}",
+                              "a backend has all three or none", "set them together")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from .position_ring import PositionRing
 MAX_STAGES = 32
 STAGES = (1 << MAX_STAGES) - 1
 (SAMPLES, LOG_PROBS, CONTEXT_LOGITS, GENERATION_LOGITS, HISTORY, STOP_WORDS, BEAMS, POST_PROCESSED, MORE_END_IDS,
- TOP_LOG_PROBS, RAW_LOG_PROBS) = (1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 11))
+ TOP_LOG_PROBS, RAW_LOG_PROBS, ADAPTER) = (1 << bit for bit in range(MAX_STAGES, MAX_STAGES + 12))
 
 # Columns with fields of SlotSetup itself. The other columns are fields of its SamplingConfig.
 SETUP_COLUMNS = ("end_id", "prompt_length", "return_log_probs", "top_log_probs")
@@ -142,6 +142,7 @@ class SlotState:
         self.features[slot] = (LOG_PROBS * setup.return_log_probs + CONTEXT_LOGITS * setup.return_context_logits
                                + GENERATION_LOGITS * setup.return_generation_logits + BEAMS * setup.has_beams
                                + POST_PROCESSED * (setup.logits_post_processor is not None)
+                               + ADAPTER * bool(setup.adapter_pages)
                                + TOP_LOG_PROBS * (setup.top_log_probs > 0) + RAW_LOG_PROBS * (
                                    setup.raw_log_probs and (setup.return_log_probs or setup.top_log_probs > 0)))
         self.features[slot] |= SAMPLES * self._is_sampled(slot)

@@ -92,9 +92,10 @@ class LayerContext:
     compiled_step   on a CPU, store matrices in the layout of the compiled step, which runs a recorded forward in one
                     call; see recording.py
 
-    The next three fields are ports. A layer asks them once, in its constructor.
+    The next fields are ports. A layer asks them once, in its constructor.
 
     split           the processes that share the weights
+    kv_copies       processes that have the same key and value heads; 1: each process has heads of its own
     weight_form     how a matrix is stored and multiplied; None: the fastest form of weight_form.py
     adapters        adapters whose outputs are added to the output of a `Linear`; None: no adapters
     """
@@ -104,5 +105,6 @@ class LayerContext:
     deterministic: bool = False
     compiled_step: bool = False
     split: Split = ONE_PROCESS
+    kv_copies: int = 1
     weight_form: WeightForms | None = None
     adapters: AdapterPort | None = None

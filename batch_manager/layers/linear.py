@@ -13,7 +13,10 @@ from .context import AdapterModule, LayerContext, Split
 from .recording import Rows
 from .weight_form import WeightForm, make_weight_form
 
-SplitDimension = Literal["columns", "rows"]
+SplitDimension = Literal["columns", "heads", "rows"]
+
+_SHARED: dict[SplitDimension | None, Literal["outputs", "inputs"] | None] = {
+    "columns": "outputs", "heads": "outputs", "rows": "inputs", None: None}
 
 
 class Linear:
@@ -26,27 +29,30 @@ class Linear:
     scale        factor on the outputs, applied to weight and bias when they are loaded; None: no factor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D)
     split        how tensor parallelism splits the layer. "columns": each process has a share of the outputs of every
-                 projection. "rows": each process has a share of the inputs, and the results are summed. None: every
-                 process has the whole layer. No effect with one process
+                 projection. "heads": likewise, for the queries, keys and values of whole heads; several processes can
+                 have the same keys and values. "rows": each process has a share of the inputs, and the results are
+                 summed. None: every process has the whole layer. No effect with one process
     by_head      number of heads, if one tensor has all projections head after head: the first head's rows of each
                  projection, then those of the next head. None: projection after projection
 
     Sizes, row_order and scale are those of this process: with "columns" sizes, and with "rows" in_size, are the number
-    in the checkpoint divided by the number of processes.
+    in the checkpoint divided by the number of processes. With "heads", so are the sizes; those of keys and values are
+    multiplied by the number of processes that have the same ones (`LayerContext.kv_copies`).
     """
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
                  sizes: Sequence[int], *, bias: bool = False, transposed: bool = False,
                  split: SplitDimension | None = None, row_order: torch.Tensor | None = None,
                  scale: float | None = None, by_head: int | None = None) -> None:
-        if split not in (None, "columns", "rows"):
-            raise ConfigError(f"Linear {names[0]} has split={split!r}", "expected 'columns', 'rows' or None", "")
+        if split not in _SHARED:
+            raise ConfigError(f"Linear {names[0]} has split={split!r}", "expected 'columns', 'heads', 'rows' or None",
+                              "")
         self.names, self.split = tuple(names), split
         if by_head is not None:
             rows = torch.arange(sum(sizes), dtype=torch.int64, device=context.device).view(by_head, -1)
             row_order = torch.cat([part.flatten() for part in rows.split([size // by_head for size in sizes], 1)])
-        of: Literal["outputs", "inputs"] | None = {"columns": "outputs", "rows": "inputs", None: None}[split]
-        share = Share(context.split.rank, context.split.size, of, by_head is not None)
+        copies = (1, context.kv_copies, context.kv_copies) if split == "heads" and context.kv_copies > 1 else None
+        share = Share(context.split.rank, context.split.size, _SHARED[split], by_head is not None, copies)
         stored = weights.linear(names, in_size, sizes, bias=bias, transposed=transposed, row_order=row_order,
                                 scale=scale, share=share)
         added_last = None                              # a bias that is added after the sum over processes

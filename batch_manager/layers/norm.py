@@ -17,13 +17,14 @@ class RmsNorm:
 
     weight_offset   1 for checkpoints that store the weight minus one (Gemma)
     split           whether x is this process's part of longer rows, which are normed as a whole; `size` is the part's
+    copies          with `split`, the number of processes that have the same part
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
-                 weight_offset: float = 0.0, split: bool = False) -> None:
+                 weight_offset: float = 0.0, split: bool = False, copies: int = 1) -> None:
         processes = context.split if split else ONE_PROCESS
-        weight = weights.tensor(f"{name}.weight", (size * processes.size,))
-        self.weight = weight[processes.rank * size : (processes.rank + 1) * size]
+        weight, part = weights.tensor(f"{name}.weight", (size * processes.size // copies,)), processes.rank // copies
+        self.weight = weight[part * size : (part + 1) * size]
         self.epsilon, self.weight_offset = epsilon, weight_offset
         self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
         if processes.size > 1:
@@ -40,7 +41,7 @@ class RmsNorm:
 def _norm_of_parts(processes: Split, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float,
                    deterministic: bool) -> torch.Tensor:
     wide = x.float()
-    squares = processes.sum(wide.square().sum(-1, keepdim=True))
+    squares = processes.sum(wide.square().sum(-1, keepdim=True))       # of a copied part: once for each copy
     factor = torch.rsqrt(squares / (x.shape[-1] * processes.size) + epsilon)
     return (wide * factor * (weight_offset + weight.float())).to(x.dtype)
 
@@ -94,12 +95,13 @@ class HeadLayerNorm:
 
     parts         names and shapes of the tensors whose concatenation has the weights of the heads of all processes
     heads         number of heads of this process
+    copies        number of processes that have the same heads
     entry_order   permutation of the weights of this process: entry i uses weight entry_order[i]; None: stored order
     """
 
     def __init__(self, weights: Weights, context: LayerContext, parts: Sequence[tuple[str, Shape]], heads: int,
-                 size: int, epsilon: float, entry_order: torch.Tensor | None = None) -> None:
-        weight = weights.stacked(parts).view(context.split.size, -1)[context.split.rank]
+                 size: int, epsilon: float, entry_order: torch.Tensor | None = None, copies: int = 1) -> None:
+        weight = weights.stacked(parts).view(context.split.size // copies, -1)[context.split.rank // copies]
         self.weight = (weight if entry_order is None else weight[entry_order]).view(heads, size)
         self._no_bias = torch.zeros(size, dtype=context.dtype, device=context.device)
         self.epsilon = epsilon

@@ -39,17 +39,17 @@ class _Layer:
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, spec.norm_epsilon, bias=False)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns",
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads",
                           row_order=half_split_rows(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads,
                                                     spec.head_size, spec.head_size, context.device))
         self.query_norm = self.key_norm = None
         if spec.qk_norm:
             self.query_norm, self.key_norm = (HeadLayerNorm(
                 weights, context, [(f"{name}.self_attn.{part}_norm.weight",
-                                    (heads * context.split.size, spec.head_size))], heads,
+                                    (heads * context.split.size // copies, spec.head_size))], heads,
                 spec.head_size, spec.norm_epsilon,
-                half_split_rows(heads, 0, spec.head_size, spec.head_size, context.device))
-                for part, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)))
+                half_split_rows(heads, 0, spec.head_size, spec.head_size, context.device), copies)
+                for part, heads, copies in (("q", spec.num_heads, 1), ("k", spec.num_kv_heads, spec.kv_copies)))
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)

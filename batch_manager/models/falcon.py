@@ -60,7 +60,7 @@ class _Layer:
             self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
         # The file orders the rows by key head: first its query heads, then the key head, then its value head.
         self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns", by_head=spec.num_kv_heads)
+                          bias=spec.qkv_bias, split="heads", by_head=spec.num_kv_heads)
         self.out = Linear(weights, context, [f"{name}.self_attention.dense"], spec.qkv_sizes[0], [size],
                           bias=spec.out_bias, split="rows")
         self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,

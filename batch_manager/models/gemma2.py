@@ -45,7 +45,7 @@ class _Layer:
         self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
                           bias=spec.out_bias, split="rows")
         self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)

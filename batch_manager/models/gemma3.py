@@ -49,7 +49,7 @@ class _Layer:
         self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
         self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
         self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, spec.norm_epsilon,
                                     weight_offset=1.0)
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],

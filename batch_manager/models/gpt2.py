@@ -39,7 +39,7 @@ class _Layer:
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.attention_norm = LayerNorm(weights, context, f"{name}.ln_1", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.attn.c_attn"], size, spec.qkv_sizes, bias=True, transposed=True,
-                          split="columns")
+                          split="heads")
         self.out = Linear(weights, context, [f"{name}.attn.c_proj"], spec.qkv_sizes[0], [size], bias=True,
                           transposed=True, split="rows")
         self.mlp_norm = LayerNorm(weights, context, f"{name}.ln_2", size, epsilon)

@@ -38,7 +38,7 @@ class _Layer:
         self.attention_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         # The file orders the rows by head. Each head has its query, key and value.
         self.qkv = Linear(weights, context, [f"{name}.attention.query_key_value"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns", by_head=spec.num_heads)
+                          bias=spec.qkv_bias, split="heads", by_head=spec.num_heads)
         self.out = Linear(weights, context, [f"{name}.attention.dense"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.mlp_norm = LayerNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)

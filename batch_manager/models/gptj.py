@@ -36,7 +36,7 @@ class _Layer:
         self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
         self.input_norm = LayerNorm(weights, context, f"{name}.ln_1", size, spec.norm_epsilon)
         self.qkv = Linear(weights, context, [f"{name}.attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
-                          split="columns", row_order=half_split_rows(
+                          split="heads", row_order=half_split_rows(
                               2 * spec.num_heads, spec.num_heads, spec.head_size, spec.rotary_size, context.device))
         self.out = Linear(weights, context, [f"{name}.attn.out_proj"], spec.qkv_sizes[0], [size], split="rows")
         self.mlp = Mlp(weights, context, f"{name}.mlp.fc_in", f"{name}.mlp.fc_out", size, spec.intermediate_size,

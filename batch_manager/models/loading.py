@@ -110,7 +110,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
-                           split=split)
+                           split=split, kv_copies=spec.kv_copies)
     try:
         with torch.inference_mode():
             if load_format == "dummy":
@@ -165,7 +165,7 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
     class of this package, because the constructors of other classes may need the values of tensors.
     """
     device = torch.device("meta")
-    context = LayerContext(device=device, dtype=dtype, split=split)
+    context = LayerContext(device=device, dtype=dtype, split=split, kv_copies=spec.kv_copies)
     with torch.inference_mode():
         weights = checkpoint.weights(device, dtype)
         weights.finish(model_class(spec, weights, context).harmless_tensors)

@@ -25,9 +25,10 @@ class _Layer:
         self.sizes = spec.qkv_sizes
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
         self.query_norm = RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.qkv_sizes[0], epsilon, split=True)
-        self.key_norm = RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon, split=True)
+        self.key_norm = RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon, split=True,
+                                copies=spec.kv_copies)
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.attention_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)

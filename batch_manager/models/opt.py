@@ -69,7 +69,7 @@ class _Layer:
         self.norms_first, size = spec.norms_first, spec.hidden_size
         self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="columns")
+                          bias=spec.qkv_bias, split="heads")
         self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], spec.qkv_sizes[0], [size],
                           bias=spec.out_bias, split="rows")
         self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")

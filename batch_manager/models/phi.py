@@ -26,7 +26,7 @@ class _Layer:
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, spec.norm_epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=True, split="columns")
+                          spec.qkv_sizes, bias=True, split="heads")
         if spec.qk_norm:
             self.query_norm, self.key_norm = (
                 LayerNorm(weights, context, f"{name}.self_attn.{part}_layernorm", spec.head_size, spec.norm_epsilon)

@@ -25,7 +25,7 @@ class _Layer:
         self.head_size = spec.head_size
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.qkv_proj"], size, spec.qkv_sizes, split="columns")
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.qkv_proj"], size, spec.qkv_sizes, split="heads")
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size],
                           split="rows")
         self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)

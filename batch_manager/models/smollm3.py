@@ -39,7 +39,7 @@ class _Layer:
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)

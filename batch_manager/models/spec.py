@@ -26,6 +26,7 @@ class ModelSpec:
     rotary_size              leading entries of each head that are rotated; None: all
     qkv_bias, out_bias       whether the attention's projections have biases
     mlp_bias                 whether the projections of the feed-forward network have biases
+    kv_copies                processes that have the same key and value heads, because there are fewer than processes
     qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one
                              head or over all heads
     gated_mlp                whether the feed-forward network has three matrices; otherwise two
@@ -53,24 +54,31 @@ class ModelSpec:
     gated_mlp: bool = True
     rotary_size: int | None = None
     dtype: str | None = None
+    kv_copies: int = 1
 
     def share(self, split: Split) -> Self:
         """Return the spec of one of the processes of `split`: its part of the heads and of the MLP.
 
-        Vocabulary and hidden size are whole in every process. Raises ConfigError if a number cannot be divided.
+        Vocabulary and hidden size are whole in every process. With fewer key and value heads than processes, several
+        processes have the same one. Raises ConfigError if a number cannot be divided.
         """
         if split.size == 1:
             return self
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            if (number := getattr(self, name)) % split.size:
+        copies = max(split.size // self.num_kv_heads, 1)
+        for name, divides, expected in (
+                ("num_heads", self.num_heads % split.size == 0, "a multiple"),
+                ("num_kv_heads", self.num_kv_heads * copies % split.size == 0, "a multiple or a divisor"),
+                ("intermediate_size", self.intermediate_size % split.size == 0, "a multiple")):
+            if not divides:
                 raise ConfigError(f"the model is split over {split.size} processes, and {name} of {self.architecture} "
-                                  f"is {number}", f"expected a multiple of {split.size}", "use fewer processes")
-        heads, kv_heads = self.num_heads // split.size, self.num_kv_heads // split.size
+                                  f"is {getattr(self, name)}", f"expected {expected} of {split.size}",
+                                  "use fewer processes")
+        heads, kv_heads = self.num_heads // split.size, self.num_kv_heads * copies // split.size
         first = split.rank * heads
         attention = tuple(layer if layer.alibi_slopes is None else
                           replace(layer, alibi_slopes=layer.alibi_slopes[first : first + heads])
                           for layer in self.attention)
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads, attention=attention,
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, kv_copies=copies, attention=attention,
                        intermediate_size=self.intermediate_size // split.size)
 
     @property

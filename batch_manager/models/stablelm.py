@@ -38,13 +38,14 @@ class _Layer:
         size, epsilon = spec.hidden_size, spec.norm_epsilon
         self.input_norm = LayerNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="columns")
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
         self.query_norm = self.key_norm = None
         if spec.qk_norm:
             self.query_norm, self.key_norm = (HeadLayerNorm(
                 weights, context, [(f"{name}.self_attn.{part}_layernorm.norms.{head}.weight", (spec.head_size,))
-                                   for head in range(count * context.split.size)], count, spec.head_size, epsilon)
-                for part, count in (("q", spec.num_heads), ("k", spec.num_kv_heads)))
+                                   for head in range(count * context.split.size // copies)], count, spec.head_size,
+                epsilon, copies=copies)
+                for part, count, copies in (("q", spec.num_heads, 1), ("k", spec.num_kv_heads, spec.kv_copies)))
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows")
         self.is_parallel = spec.is_parallel

@@ -38,8 +38,7 @@ from .device.running import (
 )
 from .forms.fixed.inputs import can_bind
 from .forms.fixed.shapes import MOST_CONTEXTS, NO_SIZES, graph_rows, mixed_sizes
-from .forms.making import make_forms
-from .forms.wanted import wanted_forms
+from .forms.table import Asked, make_forms, wanted_forms
 from .kv_pool import block_bytes, block_operations, make_host_pool, make_kv_pool
 from .memory_plan import MemoryPlan, plan_host_blocks, plan_memory, refuse_too_many_slots, step_bytes
 from .native_backend import NativeBackend
@@ -66,11 +65,12 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     own_stages          (num_slots, device) -> custom stages, see decoding/stages.py; None: no custom stages
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
                         of such a thread stay at num_threads between steps
-    graph               the class of captured graphs
+    graph               CapturedGraph, or a class with its methods and its device type
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device, kv = resolve_device(params.device), params.kv_cache_config
-    absent = wanted_forms(params, device, layout, attention_factory)
+    asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph)
+    absent = wanted_forms(asked)
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent)
     spec = loaded.spec
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
@@ -115,12 +115,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                is_engine_thread=is_engine_thread)
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on
-        asked = {"graph": params.cuda_graphs, "compiled": params.cpu_compile}
         # The number of threads is set once for all steps, on the loading thread.
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
-            forms = make_forms(parts, loaded, with_windows, layout, absent, graph_sizes=graph_sizes, sink=sink,
-                               most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages,
-                               must=[name for name, option in asked.items() if option], graph=graph)
+            forms = make_forms(asked, absent, parts, loaded, with_windows, graph_sizes=graph_sizes, sink=sink,
+                               most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages)
         return NativeBackend(parts, Operations(block_operations(pool, host_pool)), forms,
                              make_info(parts, loaded, forms.dispatch, forms.absent, windows, sink),
                              held_bytes(parts, loaded))

@@ -29,8 +29,9 @@ from ..models.registry import is_shipped
 from ..runtime import packing
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
+from ..runtime.forms.compiled.making import obstacle_of_model
 from ..runtime.forms.form import by_reason
-from ..runtime.forms.wanted import obstacle_of_model, wanted_forms
+from ..runtime.forms.table import Asked, wanted_forms
 from ..runtime.kv_pool import block_bytes
 from ..runtime.memory_plan import plan_memory, refuse_too_many_slots, step_bytes
 from ..triton_kernels.dispatch import use_triton
@@ -85,12 +86,12 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
                           f"set it to at most {spec.max_position_embeddings:,}, or leave it out")
     resolved_dtype = resolve_dtype(dtype, spec, target)
     with_triton = is_elsewhere or use_triton(target)
-    compiles = implementation == NATIVE and not with_triton
-    absent = {} if is_elsewhere else wanted_forms(
-        params if compiles else replace(params, cpu_compile=False), target, packing.packed, None)
-    if not (compiles or with_triton):
+    is_native = implementation == NATIVE
+    absent = wanted_forms(Asked(params if is_native else replace(params, cpu_compile=False), target, packing.packed,
+                                with_triton))
+    if not is_native:
         absent["compiled"] = f"{spec.architecture} runs through transformers"
-    elif reason := compiles and obstacle_of_model(spec, resolved_dtype):
+    elif reason := obstacle_of_model(spec, resolved_dtype):
         absent.setdefault("compiled", f"{model_class.__name__} cannot be compiled: {reason}")
     obstacle = "" if with_triton else absent.get("compiled", "")
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
@@ -99,7 +100,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
     with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
-    is_checked = implementation == NATIVE and is_shipped(spec.architecture, model_class)
+    is_checked = is_native and is_shipped(spec.architecture, model_class)
     if is_checked:
         check_tensors(checkpoint, model_class, spec, resolved_dtype)
     # Compiled steps keep a copy of an embedding that is also the head.

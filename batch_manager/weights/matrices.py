@@ -1,6 +1,6 @@
 """Matrices as a source hands them to a layer: what is stored, and which part of it this rank has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +20,15 @@ class Share:
                  the whole bias. None: the whole matrix
     by_head      how one tensor stores several projections. True: head after head, each with its queries, key and value,
                  so that a part is one piece of the tensor. False: projection after projection
+    copies       for each projection, the number of ranks that have the same part of it, which follow each other; None:
+                 each rank has a part of its own
     """
 
     rank: int = 0
     size: int = 1
     of: Literal["outputs", "inputs"] | None = None
     by_head: bool = False
+    copies: tuple[int, ...] | None = None
 
 
 WHOLE_MATRIX = Share()
@@ -77,6 +80,41 @@ class Part:
                 *(others if self.columns is None else [len(self.columns)]))
 
 
+def _rows_of_parts(names: Sequence[str], sizes: Sequence[int], share: Share
+                   ) -> Iterator[tuple[str, int, list[range | None]]]:
+    """Yield, for each stored tensor, its name, its number of rows, and the rows that this rank has of it, in order.
+
+    sizes   number of rows that this rank has of each projection
+    """
+    if share.size == 1:
+        for name, size in zip(names, sizes if len(names) == len(sizes) else [sum(sizes)], strict=True):
+            yield name, size, [None]
+        return
+    copies = share.copies or (1,) * len(sizes)
+    wholes = [size * share.size // count for size, count in zip(sizes, copies)]
+    firsts = [share.rank // count * size for size, count in zip(sizes, copies)]
+    if len(names) == len(sizes):
+        for name, size, whole, first in zip(names, sizes, wholes, firsts):
+            yield name, whole, [range(first, first + size)]
+        return
+    (name,), start = names, 0
+    parts: list[range | None] = []
+    if share.by_head and share.copies is None:
+        parts.append(range(share.rank * sum(sizes), (share.rank + 1) * sum(sizes)))
+    elif share.by_head:                                # a part of a key head's queries, this head, its value head
+        most = max(copies)
+        start = share.rank // most * sum(size * most // count for size, count in zip(sizes, copies))
+        for size, count in zip(sizes, copies):
+            first = start + share.rank % (most // count) * size
+            parts.append(range(first, first + size))
+            start += size * most // count
+    else:
+        for size, whole, first in zip(sizes, wholes, firsts):
+            parts.append(range(start + first, start + first + size))
+            start += whole
+    yield name, sum(wholes), parts
+
+
 class DenseSource:
     """Base of sources that hand out every matrix as Dense. The source defines `_check` and `_load`.
 
@@ -111,24 +149,16 @@ class DenseSource:
     def linear(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, bias: bool = False,
                transposed: bool = False, row_order: torch.Tensor | None = None, scale: float | None = None,
                share: Share = WHOLE_MATRIX) -> StoredMatrix:
-        ranks = share.size if share.of == "outputs" else 1
         columns, whole_in_size = None, in_size
         if share.of == "inputs" and share.size > 1:
             columns = range(share.rank * in_size, (share.rank + 1) * in_size)
             whole_in_size = in_size * share.size
-        if len(names) == len(sizes):
-            groups: list[Sequence[int]] = [[size] for size in sizes]
-        else:
-            groups = [[sum(sizes)] if share.by_head or ranks == 1 else sizes]
         weights, biases = [], []
-        for name, group in zip(names, groups, strict=True):
-            whole, start = sum(group) * ranks, 0
-            for size in group:
-                rows = None if ranks == 1 else range(start + share.rank * size, start + (share.rank + 1) * size)
-                shape = (whole_in_size, whole) if transposed else (whole, whole_in_size)
+        for name, whole, parts in _rows_of_parts(names, sizes, share if share.of == "outputs" else WHOLE_MATRIX):
+            shape = (whole_in_size, whole) if transposed else (whole, whole_in_size)
+            for rows in parts:
                 weights.append(Part(f"{name}.weight", shape, rows, columns, transposed))
                 biases.append(Part(f"{name}.bias", (whole,), rows))
-                start += size * ranks
         weight, added = self._joined(weights), self._joined(biases) if bias else None
         if row_order is not None:
             weight, added = weight[row_order], None if added is None else added[row_order]

@@ -16,7 +16,6 @@ from batch_manager.config import BLOCK_SIZES, KvCacheConfig, TrtGptModelOptional
 from batch_manager.errors import ConfigError
 from batch_manager.models.spec import ModelSpec
 from batch_manager.runtime import build_backend, packing
-from batch_manager.runtime.forms import wanted
 
 pytest.importorskip("triton", reason="triton is not installed")
 from batch_manager.triton_kernels import device_limits  # noqa: E402
@@ -91,8 +90,7 @@ def build(monkeypatch):
 
     monkeypatch.setattr(build_backend, "resolve_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(build_backend, "device_name", lambda device: "cuda:0 (NVIDIA H100)")
-    for module in (build_backend, wanted):
-        monkeypatch.setattr(module, "use_triton", lambda device: True)
+    monkeypatch.setattr(build_backend, "use_triton", lambda device: True)
     monkeypatch.setattr(build_backend, "free_memory", lambda device: 2**36)
     monkeypatch.setattr(build_backend, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(build_backend, "plan_memory", plan)
@@ -134,8 +132,7 @@ def test_another_attention_and_torch_on_a_gpu_have_blocks_of_any_size(build, mon
     for size in (8, 256):
         with pytest.raises(AssertionError, match="the checks are over"):
             build(size, attention_factory=lambda spec, pool: None)
-    for module in (build_backend, wanted):
-        monkeypatch.setattr(module, "use_triton", lambda device: False)
+    monkeypatch.setattr(build_backend, "use_triton", lambda device: False)
     for size in (8, 256):
         with pytest.raises(AssertionError, match="the checks are over"):
             build(size)

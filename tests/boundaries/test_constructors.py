@@ -4,6 +4,7 @@ import inspect
 import threading
 from dataclasses import fields
 from math import inf, nan, nextafter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from batch_manager import (
     KvCacheConfig,
     ParallelConfig,
     Parts,
+    PeftCacheConfig,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from batch_manager.adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
 from batch_manager.arguments import MAX_BEAM_WIDTH
 from batch_manager.config import MAX_POSITION, MAX_RANKS, MAX_THREADS, ContextChunkingPolicy
 from batch_manager.errors import ConfigError
@@ -63,6 +66,16 @@ PARALLEL_OPTIONS = {
 }
 PARALLEL_COMPANIONS = {"rank": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
 
+PEFT_OPTIONS = {
+    "host_cache_size": COUNT,
+    "device_cache_percent": ((5e-324, 0.02, 1, 1.0), (0, -0.1, nextafter(1, 2), nan, inf, "0.9", True, None, [0.9])),
+    "num_host_module_layer": COUNT_FROM_0,
+    "num_device_module_layer": COUNT_FROM_0,
+    "max_adapter_size": ((1, 64, LARGEST_ADAPTER_SIZE), (0, -1, LARGEST_ADAPTER_SIZE + 1, None, *NO_COUNT)),
+    "lora_modules": ((None, ("attn_q",), MODULE_NAMES), ((), "attn_q", ("q_proj",), (1,), 5)),
+    "lora_prefetch_dir": ((None, "adapters", Path("adapters")), (5, ["adapters"])),
+}
+
 OPTIONS = {
     "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
     "enable_trt_overlap": FLAG,
@@ -94,6 +107,7 @@ OPTIONS = {
     "cpu_compile": OPEN_FLAG,
     "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
+    "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
 }
 
 PART_OPTIONS = {
@@ -116,6 +130,7 @@ def cases(table: dict, which: int) -> list:
 
 def test_every_option_is_in_the_tables():
     for options, table in ((KvCacheConfig, KV_OPTIONS), (ParallelConfig, PARALLEL_OPTIONS),
+                           (PeftCacheConfig, PEFT_OPTIONS),
                            (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
         assert [field.name for field in fields(options)] == list(table)
     arguments = set(inspect.signature(GptManager).parameters)
@@ -144,6 +159,15 @@ def test_a_bad_value_of_ranks(name, value):
     with pytest.raises(ConfigError) as raised:
         ParallelConfig(**{name: value, **PARALLEL_COMPANIONS.get(name, {})})
     assert f"ParallelConfig.{name} is {value!r}" in str(raised.value) and "; " in str(raised.value)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("name", PEFT_OPTIONS)
+def test_values_of_the_adapter_cache(name, which):
+    for value in PEFT_OPTIONS[name][which]:
+        if not which:
+            assert getattr(PeftCacheConfig(**{name: value}), name) == value
+            continue
+        with pytest.raises(ConfigError, match=f"PeftCacheConfig.{name} is "):
+            PeftCacheConfig(**{name: value})
 
 
 @pytest.mark.parametrize("options, says", [

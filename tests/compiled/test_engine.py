@@ -24,7 +24,7 @@ from batch_manager.models import load_model
 from batch_manager.models.llama import Llama
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
-from batch_manager.runtime.forms import comparison, wanted
+from batch_manager.runtime.forms import comparison, table
 from batch_manager.runtime.warm_up import warm_up
 from batch_manager.triton_kernels.cpu.native.library import TYPES
 
@@ -68,8 +68,8 @@ def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, ca
 
 @pytest.fixture
 def no_library(monkeypatch):
-    monkeypatch.setattr(wanted, "load_library", lambda _: (_ for _ in ()).throw(
-        wanted.CannotCompileError("found no C compiler: ...; apt-get install gcc")))
+    monkeypatch.setattr(table, "load_library", lambda _: (_ for _ in ()).throw(
+        table.CannotCompileError("found no C compiler: ...; apt-get install gcc")))
 
 
 def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library, caplog, tmp_path):

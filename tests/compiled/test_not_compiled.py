@@ -12,9 +12,9 @@ from batch_manager.config import BLOCK_SIZES
 from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from batch_manager.models import load_model
 from batch_manager.models.registry import _MODEL_TYPES
-from batch_manager.runtime.forms import wanted
-from batch_manager.runtime.forms.compiled.making import make_compiled
-from batch_manager.runtime.forms.wanted import LARGEST_HEAD, obstacle_to_compiling
+from batch_manager.runtime import packing
+from batch_manager.runtime.forms.compiled.making import LARGEST_HEAD, make_compiled
+from batch_manager.runtime.forms.table import Asked, wanted_forms
 
 from ..models.test_model_spec import BASE, OTHERS
 
@@ -83,27 +83,26 @@ def test_the_families_that_are_not_compiled_in_some_sizes(tmp_path):
     assert "OLMo 2 and OLMo 3 with a hidden size (heads x head size) that is not a multiple of 32" in listed("These")
 
 
-def params(**options):
-    return TrtGptModelOptionalParams(device="cpu", **options)
+def is_compiled(*, has_triton=False, has_attention=False, **options):
+    params = TrtGptModelOptionalParams(device="cpu", **options)
+    return "compiled" not in wanted_forms(Asked(params, CPU, packing.packed, has_triton, has_attention))
 
 
 def blocks(tokens):
-    return params(kv_cache_config=KvCacheConfig(tokens_per_block=tokens))
+    return {"kv_cache_config": KvCacheConfig(tokens_per_block=tokens)}
 
 
-def test_every_other_item_of_the_list(tmp_path, monkeypatch):
-    assert not obstacle_to_compiling(params(), CPU, None)
+def test_every_other_item_of_the_list(tmp_path):
+    assert is_compiled()
     left = [item for item in listed("These") if not item.startswith("OLMo")]
-    refused = {"`deterministic`": (params(deterministic=True), CPU, None),
-               "blocks of 8 tokens": (blocks(8), CPU, None),
-               "an attention part of your own (`Parts.attention`)": (params(), CPU, lambda spec, pool: None)}
-    for item, arguments in refused.items():
-        assert obstacle_to_compiling(*arguments)
+    refused = {"`deterministic`": {"deterministic": True},
+               "blocks of 8 tokens": blocks(8),
+               "an attention part of your own (`Parts.attention`)": {"has_attention": True},
+               "`TRITON_INTERPRET` in the environment": {"has_triton": True}}
+    for item, options in refused.items():
+        assert not is_compiled(**options)
         left.remove(item)
-    assert not any(obstacle_to_compiling(blocks(size), CPU, None) for size in BLOCK_SIZES if size != 8)
-    monkeypatch.setattr(wanted, "use_triton", lambda device: True)      # the variable is read at import
-    assert obstacle_to_compiling(params(), CPU, None)
-    left.remove("`TRITON_INTERPRET` in the environment")
+    assert all(is_compiled(**blocks(size)) for size in BLOCK_SIZES if size != 8)
 
     wide = loaded(tmp_path, "LlamaForCausalLM", head_size=LARGEST_HEAD + 2)
     with pytest.raises(NotRecordableError, match="head_size is 258"):

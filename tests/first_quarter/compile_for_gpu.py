@@ -25,8 +25,7 @@ from torch.nn import functional
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.runtime import build_backend, packing
-from batch_manager.runtime.forms import making as forms_making
-from batch_manager.runtime.forms import wanted
+from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.fixed import making
 from batch_manager.runtime.forms.fixed import shapes as graph_shapes
 from batch_manager.triton_kernels import dispatch
@@ -62,7 +61,7 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
 
     num_weights   number of weights by which the sizes of graphs are chosen
     """
-    graph = lambda *given: SimpleNamespace(capture=lambda function: None, replay=lambda: None)     # noqa: E731
+    graph = mock.Mock(device_type="cpu")
     sizes = graph_shapes.mixed_sizes
     with (mock.patch.object(dispatch, "_decide", lambda device_type: "triton"),
           mock.patch.object(torch, "empty", zeros),
@@ -70,8 +69,7 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
               len(x), len(weight), dtype=x.dtype)),
           mock.patch.object(torch.Tensor, "addmm_", lambda self, *given, **more: self),
           mock.patch.object(making, "difference_from_layers", launch_once),
-          mock.patch.object(wanted, "obstacle_to_graphs", lambda *given: ""),
-          mock.patch.object(forms_making, "difference_of_graphs", lambda *given, **more: ""),
+          mock.patch.object(table, "difference_of_graphs", lambda *given, **more: ""),
           mock.patch.object(build_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, num_weights)),
           torch.inference_mode()):
         build_backend.build_native_backend(path, TrtGptModelOptionalParams(

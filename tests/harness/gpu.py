@@ -35,17 +35,18 @@ def in_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Context manager: engines capture graphs on the CPU too, and have no warm-up."""
+    """Context manager: engines with cuda_graphs=True capture graphs on the CPU too, and none has a warm-up."""
     from batch_manager.runtime import build_backend
-    from batch_manager.runtime.forms import making, wanted
+    from batch_manager.runtime.forms import table
     from batch_manager.runtime.forms.fixed import making as fixed_making
     from tests.runtime.capture_recorder import ReplayedGraph
 
-    obstacle, defaults = wanted._obstacle_to_graphs, build_backend.build_native_backend.__kwdefaults__
-    with (mock.patch.object(wanted, "_obstacle_to_graphs", lambda params, device, *more: obstacle(
-              params, torch.device("cuda", 0), *more) if params.cuda_graphs else "each capture takes a second here"),
+    wanted, defaults = build_backend.wanted_forms, build_backend.build_native_backend.__kwdefaults__
+    slow = {"graph": "each capture takes a second here"}
+    with (mock.patch.object(build_backend, "wanted_forms", lambda asked: wanted(asked) | (
+              {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
-          mock.patch.object(making, "warm_up", lambda *given: None),
+          mock.patch.object(table, "warm_up", lambda *given: None),
           mock.patch.object(fixed_making, "COMPARED_TOKENS", ())):
         yield
 

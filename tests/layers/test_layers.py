@@ -191,8 +191,8 @@ def test_a_weight_form_of_ones_own_is_asked_for_every_matrix():
 
 
 def test_a_split_that_there_is_not_is_refused():
-    with pytest.raises(ConfigError, match="Linear a.b has split='heads'; expected 'columns', 'rows' or None"):
-        made(Linear, torch.float32, False, ["a.b"], 8, [8], split="heads")
+    with pytest.raises(ConfigError, match="Linear a.b has split='lanes'; expected 'columns', 'heads', 'rows' or None"):
+        made(Linear, torch.float32, False, ["a.b"], 8, [8], split="lanes")
 
 
 @pytest.mark.parametrize("architecture, fields", [
@@ -201,10 +201,10 @@ def test_a_split_that_there_is_not_is_refused():
       for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")),
     ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 64})])
 def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
-    """Projections into attention and the MLP are split by columns. Projections out of them are split by rows."""
+    """Attention is split by heads. Projections into the MLP are split by columns, those out of both by rows."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     model = load_model(tmp_path, device="cpu", load_format="dummy").model
     (layer,) = model.layers
     inner, outer = (layer.mlp.expand, layer.mlp.project) if "GPT2" in architecture else (layer.mlp.gate_up,
                                                                                          layer.mlp.down)
-    assert [part.split for part in (layer.qkv, layer.out, inner, outer)] == ["columns", "rows", "columns", "rows"]
+    assert [part.split for part in (layer.qkv, layer.out, inner, outer)] == ["heads", "rows", "columns", "rows"]

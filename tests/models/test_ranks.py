@@ -27,6 +27,12 @@ CASES = ["llama, one key head per query head, biases", "mistral, window of 7", "
          "cohere, norms of heads", "cohere 2, other layers, biases", "gpt-j", "granite", "opt",
          "opt, norms behind, tokens of another size", "bloom", "falcon, new, one norm, untied, biases, yarn",
          "falcon, one after the other, slopes", "falcon, new, slopes, groups of key heads", "gpt2"]
+# Families in which 4 processes share 2 key heads, or one.
+TWO, ONE = ({**HEADS, "num_key_value_heads": count} for count in (2, 1))
+SHARED_HEADS = [("llama, grouped queries", TWO), ("llama, one key head, tied", ONE), ("olmo 3", TWO), ("qwen2", ONE),
+                ("phi 3, window, a part of each head rotated, tied", TWO), ("stablelm, norms of heads", TWO),
+                ("cohere, norms of heads", TWO), ("falcon, one key head", HEADS),
+                ("falcon, new, slopes, groups of key heads", {**HEADS, "num_kv_heads": 2})]
 PROMPTS = random_prompts([1, 17, 40])
 
 
@@ -94,6 +100,12 @@ def test_ranks_have_the_logits_of_the_whole_model(case, reference):
     check_ranks(reference(family, **{**options, **more})[1])
 
 
+@pytest.mark.parametrize("case, more", SHARED_HEADS)
+def test_ranks_that_share_key_heads(case, more, reference):
+    family, options = FAMILIES[case]
+    check_ranks(reference(family, **{**options, **more})[1])
+
+
 def test_no_family_is_missing():
     assert {FAMILIES[case][0] for case in CASES} == {family for family, _ in FAMILIES.values()}
 
@@ -112,7 +124,7 @@ def test_ranks_of_stages(reference):
 
 
 @pytest.mark.parametrize("family, kind, options", [
-    ("Llama", "Q8_0", HEADS), ("Phi3", "F16", {**HEADS, **NO_TOKENS}), ("GPT2", "F32", {}), ("Bloom", "Q8_0", {})])
+    ("Llama", "Q8_0", TWO), ("Phi3", "F16", {**HEADS, **NO_TOKENS}), ("GPT2", "F32", {}), ("Bloom", "Q8_0", {})])
 def test_ranks_of_a_gguf_file(family, kind, options, tmp_path):
     sizes = {} if family in MORE else {"intermediate_size": 256}
     write_gguf(make_reference(family, **{**options, **sizes}), tmp_path / "model.gguf", family, kind)
@@ -122,7 +134,8 @@ def test_ranks_of_a_gguf_file(family, kind, options, tmp_path):
 @pytest.mark.parametrize("change, options, error, words", [
     ({"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, {}, ConfigError,
      "the model is split over 4 processes, and num_heads of LlamaForCausalLM is 6; expected a multiple of 4"),
-    ({"num_key_value_heads": 1}, {}, ConfigError, "num_kv_heads of LlamaForCausalLM is 1; expected a multiple of 4"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}, {}, ConfigError,
+     "num_kv_heads of LlamaForCausalLM is 3; expected a multiple or a divisor of 4"),
     ({"intermediate_size": 62}, {}, ConfigError, "intermediate_size of LlamaForCausalLM is 62; expected a multiple"),
     ({}, {"deterministic": True}, ConfigError, "deterministic is True, and the model is split over 4 processes"),
     ({}, {"model_implementation": "transformers"}, ConfigError, "split over 4 processes, and its class is "),

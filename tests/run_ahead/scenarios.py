@@ -16,7 +16,7 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from tests.deterministic.differential import FAMILIES, VOCAB
+from tests.deterministic.differential import CONFIGS, FAMILIES, VOCAB
 
 SMALL = 9                               # ids below 9 are likely because of a bias; words consist of these ids
 SCRIPTED = "scripted"
@@ -238,8 +238,8 @@ def add_prompt_tuning_tokens(draw: Random, tensors: dict[str, Any], vocab: int, 
                 "input_ids": [vocab + row for row in range(rows)] + tensors["input_ids"]}
 
 
-HIDDEN_SIZES = {"gpt2": 60, "llama": 96, "mistral": 96, "qwen2": 64, "qwen3": 64, "gemma3": 64, "gpt_neox": 64,
-                "olmo2": 64, "austen-4m": 256}
+HIDDEN_SIZES = {family: config.get("hidden_size") or config["n_embd"] for family, config in CONFIGS.items()} | {
+    "austen-4m": 256}
 
 FEATURES = {"temperature": "sampled", "runtime_top_k": "top-k", "runtime_top_p": "top-p", "runtime_min_p": "min-p",
             "runtime_top_p_decay": "top-p decay", "repetition_penalty": "penalties", "presence_penalty": "penalties",

@@ -150,6 +150,7 @@ class ReplayedGraph:
     replayed   shapes of all replayed steps
     """
 
+    device_type = "cpu"
     captured, replayed = [], []
 
     def __init__(self, device, memory_of=None):

@@ -24,7 +24,7 @@ from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWor
 from batch_manager.layers.recording import record_embedding
 from batch_manager.runtime import build_backend, packing
 from batch_manager.runtime.build_backend import build_native_backend
-from batch_manager.runtime.forms import making, wanted
+from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.fixed import making as fixed_making
 from batch_manager.runtime.forms.fixed.form import read_result
 from batch_manager.runtime.forms.fixed.launches import Launches
@@ -77,9 +77,9 @@ class Steps:
         params = TrtGptModelOptionalParams(
             device="cpu", dtype=dtype, num_threads=1,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
-        wanted.obstacle_to_graphs = lambda *_: ""                               # only `replays` captures graphs
-        with mock.patch.object(making, "make_graph", lambda *given: setattr(self, "given", given)):
-            self.backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots)
+        with mock.patch.object(table, "make_graph", lambda *given: setattr(self, "given", given)):
+            self.backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots,
+                                                graph=ReplayedGraph)            # only `replays` captures graphs
         self.parts, self.inputs, self.launches, _, self.sizes, _ = self.given
         shapes = captured_shapes(num_slots, self.sizes, self.inputs.may_split)
         self.form = GraphForm(self.parts, self.inputs, {shape: partial(self._record, shape) for shape in shapes})
@@ -304,17 +304,17 @@ def token_of_a_context(shape, results):
 def wrong_replays(folder):
     """Yield what a backend finds in graphs of which one is wrong in one kind of step, and does if there are none."""
     steps, levels = Steps(engine_modes.checkpoint(folder)), []
-    making.log.log = lambda level, text, *values: levels.append([level, text % values])
+    table.log.log = lambda level, text, *values: levels.append([level, text % values])
     SpoiltGraph.inputs, sizes = steps.inputs, frozenset(sorted(steps.sizes)[:1])
 
-    def made(must=()):
-        absent = {}
-        form = making.attempt(absent, None, must, "graph", lambda: making.make_graph(
+    def made(**options):
+        absent, params = {}, TrtGptModelOptionalParams(**options)
+        form = table.attempt(absent, None, params, "graph", lambda: table.make_graph(
             *steps.given[:4], sizes, SpoiltGraph))
         return {"has_graphs": form is not None, "absent": absent, "pool_is_zero": not steps.parts.pool.any().item()}
 
     SpoiltGraph.spoils = staticmethod(lambda *_: None)
-    with torch.inference_mode(), mock.patch.object(making, "capture", cache(making.capture)):     # captured once
+    with torch.inference_mode(), mock.patch.object(table, "capture", cache(table.capture)):     # captured once
         yield {"finding": "wrong replay", "name": "none", **made()}
         for spoils in (token_of_the_last_row, log_prob_of_a_split_step, token_of_a_context):
             SpoiltGraph.spoils = staticmethod(spoils)
@@ -323,7 +323,7 @@ def wrong_replays(folder):
     with torch.inference_mode():
         yield {"finding": "wrong replay", "name": "raises", **made(), "levels": levels}
         try:
-            made(["graph"])
+            made(cuda_graphs=True)
         except ConfigError as error:
             yield {"finding": "wrong replay", "name": "must", "error": str(error)}
     ReplayedGraph.captured.clear()
@@ -332,7 +332,6 @@ def wrong_replays(folder):
 
 def replays(folder):
     """Yield the answers of an engine that replays graphs."""
-    wanted.obstacle_to_graphs = lambda *_: ""
     build_backend.build_native_backend = partial(build_native_backend, graph=ReplayedGraph)
     yield {"finding": "replay", **engine_modes.run(folder, "plain_rows"), "captured": len(ReplayedGraph.captured),
            "replayed": Counter("contexts" if shape.contexts else "generation" for shape in ReplayedGraph.replayed),
@@ -341,7 +340,7 @@ def replays(folder):
 
 if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
-    making.warm_up = lambda *_: None
+    table.warm_up = lambda *_: None
     fixed_making.compared_tokens = lambda *_: ()
     made = Steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(made), planted(made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from batch_manager import InferenceRequest, KvCacheConfig
-from batch_manager.runtime.forms import making
+from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.fixed import fused as fused_step
 from batch_manager.runtime.forms.graph.form import GraphForm
 from tests.deterministic.differential import CONFIGS, make_checkpoint
@@ -149,7 +149,7 @@ def test_plain_steps_one_by_one_fused_and_as_graphs_are_the_same_up_to_rounding(
         exact = serve_plain_steps(new_client, model, device="cpu", dtype="float32")
     assert not counts
     with monkeypatch.context() as without_fusion:
-        without_fusion.setattr(making, "make_fused_body", lambda *given: None)
+        without_fusion.setattr(table, "make_fused_body", lambda *given: None)
         separate = serve_plain_steps(new_client, model, device=GPU, dtype=TWO_BYTES, cuda_graphs=False)
     assert not counts
     fused = serve_plain_steps(new_client, model, device=GPU, dtype=TWO_BYTES, cuda_graphs=False)

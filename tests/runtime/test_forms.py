@@ -15,6 +15,7 @@ import torch
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.decoding import slots
+from batch_manager.errors import ConfigError
 from batch_manager.handover import (
     BlockTableUpdates,
     ContextWork,
@@ -28,10 +29,11 @@ from batch_manager.models.loading import load_model
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend, held_bytes, make_info, make_parts
 from batch_manager.runtime.forms import form as form_module
+from batch_manager.runtime.forms import table as table_module
 from batch_manager.runtime.forms.fixed import inputs as fixed_inputs
 from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.forms.form import CONTEXTS, DRAFTS, EMBEDDINGS, ORDER, PADDING, ROWS, WORDS, Forms
-from batch_manager.runtime.forms.making import make_forms
+from batch_manager.runtime.forms.table import FORMS, OBSTACLES, Asked, make_forms, wanted_forms
 from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.runtime.native_backend import NativeBackend
 from batch_manager.runtime.operations import Operations
@@ -59,6 +61,7 @@ SETUPS = {
     "more end ids": SlotSetup(end_id=1000, more_end_ids=(1001,)),
     "top log-probs": SlotSetup(top_log_probs=2),
     "raw log-probs": SlotSetup(return_log_probs=True, raw_log_probs=True),
+    "adapter": SlotSetup(adapter_pages=(0,)),
 }
 OF_SIZE = ("rows", "context tokens", "contexts at once", "length", "slots", "not ready")
 
@@ -102,8 +105,8 @@ def engines():
         pool = make_kv_pool(spec, BLOCKS, BLOCK, loaded.dtype, CPU)
         parts = make_parts(loaded, BindableTorchAttention(spec, pool), pool, num_slots=4, max_beam_width=2,
                            max_seq_len=64)
-        launched = make_forms(parts, loaded, spec, packing.packed, {"compiled": "-", "padded": "-"}, most_rows=2,
-                              graph_sizes=frozenset({(8, 64)}), graph=Again)
+        launched = make_forms(Asked(params, CPU, packing.packed, False, graph=Again), {"compiled": "-", "padded": "-"},
+                              parts, loaded, spec, most_rows=2, graph_sizes=frozenset({(8, 64)}))
     patch.undo()
     assert list(launched.steps) == ["graph", "fused", "fixed", "packed"], dict(launched.absent)
     for name, form in zip(launched.steps, launched._forms):
@@ -206,6 +209,10 @@ def test_the_bits_that_a_form_serves_are_those_of_the_table(engines, name):
 def test_a_sequence_with_the_bit_gets_the_same_tokens_or_the_named_word(engines, name, word):
     if name not in engines:
         pytest.skip("no C compiler")
+    if TABLE[word, "packed"] == "no":
+        with pytest.raises(form_module.UnservedBatchError, match=f"{name}: {word}"):
+            run(engines[name], SETUPS[word])
+        return
     expected, _ = run(engines["packed"], SETUPS[word], word=word)
     found, choices = run(engines[name], SETUPS[word], word=word)
     same(found, expected)
@@ -272,6 +279,49 @@ def test_a_step_that_is_too_large_for_a_form_says_which_size(engines):
                      ("packed", "")}
 
 
+GPU, V1 = {"device": torch.device("cuda", 0), "has_triton": True}, {"layout": packing.padded}
+WHERE = {"graph": GPU, "fused": GPU, "fixed": GPU, "compiled": {}, "packed": {}, "padded": V1}     # an engine has it
+# Word of OBSTACLES -> what then differs, and the reason.
+IN_THE_WAY = {
+    "no GPU": ({"device": CPU}, "the device is cpu"),
+    "GPU": (GPU, "the device is cuda:0"),
+    "no triton": ({"has_triton": False}, "triton is not installed"),
+    "no kernels": ({"device": CPU, "has_triton": False}, "the device is cpu"),
+    "triton": ({"has_triton": True}, "TRITON_INTERPRET is set"),
+    "deterministic": ({"deterministic": True}, "deterministic is set"),
+    "own attention": ({"has_attention": True}, "Parts.attention is set"),
+    "V1": (V1, "TrtGptModelType.V1 pads steps to their static batch"),
+    "not V1": ({"layout": packing.packed}, "TrtGptModelType.V1 alone pads steps"),
+    "block size": ({"kv_cache_config": KvCacheConfig(tokens_per_block=8)},
+                   "tokens_per_block is 8, not a multiple of 16 up to 256"),
+    "no compiler": ({}, "no compiler here"),
+}
+
+
+@pytest.mark.parametrize("word, name", [(word, name) for word, (names, _) in OBSTACLES.items() for name in names])
+def test_what_is_in_the_way_of_a_form_is_told_and_refused_where_the_form_is_asked_for(monkeypatch, word, name):
+    def absent(changes, **options):
+        asked = {"device": CPU, "layout": packing.packed, "has_triton": False, **WHERE[name], **changes}
+        given = {key: asked.pop(key) for key in list(asked) if key not in Asked._fields}
+        return wanted_forms(Asked(TrtGptModelOptionalParams(**given, **options), **asked))
+
+    def load():
+        if word == "no compiler":
+            raise CannotCompileError("no compiler here")
+
+    option, (changes, reason) = FORMS[name].option, IN_THE_WAY[word]
+    monkeypatch.setattr(table_module, "load_library", lambda check=None: None)
+    assert name not in absent({})
+    monkeypatch.setattr(table_module, "load_library", lambda check=None: load())
+    assert absent(changes)[name] == reason
+    if option:
+        assert absent(changes, **{option: False})[name] == f"{option} is False"
+        with pytest.raises(ConfigError, match=f"^{option} is True, but {reason}; "):
+            absent(changes, **{option: True})
+    if name == "fixed":                                          # an attention of the user's may bind
+        assert (name in absent(changes | {"has_attention": True})) == (word != "no kernels")
+
+
 # Mutants: each is a fault that the tests above, or those named, must find.
 
 
@@ -285,10 +335,10 @@ def test_mutant_graphs_that_serve_stages(engines, monkeypatch):
 
 
 def test_mutant_compiled_steps_that_do_not_refuse_an_adapter(engines, monkeypatch):
-    """A bit that no form has heard of keeps a batch out of `compiled`; the port adds 1 in the layers alone."""
+    """The bit of an adapter keeps a batch out of `compiled`; the port changes the layers alone."""
     if "compiled" not in engines:
         pytest.skip("no C compiler")
-    backend, adapter = engines["compiled"], 1 << 43
+    backend, adapter = engines["compiled"], slots.ADAPTER
     compiled, packed = backend._forms._forms
     set_up = type(backend._parts.slots).set_up
 
@@ -300,7 +350,7 @@ def test_mutant_compiled_steps_that_do_not_refuse_an_adapter(engines, monkeypatc
     forward = packed._forward._model.forward
     monkeypatch.setattr(type(backend._parts.slots), "set_up", with_adapter)
     monkeypatch.setattr(packed._forward, "_model", SimpleNamespace(forward=lambda *given: forward(*given).neg()))
-    with pytest.raises(form_module.UnservedBatchError, match="bit 43"):
+    with pytest.raises(form_module.UnservedBatchError, match="packed: adapter"):
         run(backend, SlotSetup())
     monkeypatch.setattr(packed, "serves", packed.serves | adapter)
     adapted, choices = run(backend, SlotSetup())

@@ -24,7 +24,7 @@ from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
 from batch_manager.runtime import build_backend, native_backend, packing, warm_up
 from batch_manager.runtime.build_backend import build_native_backend
-from batch_manager.runtime.forms import making, wanted
+from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS
 from batch_manager.runtime.forms.graph.form import GraphForm
 from batch_manager.sampling_config import SamplingConfig
@@ -419,8 +419,9 @@ def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, l
     """
     set_aside = step_bytes_of(monkeypatch)
     for captures in (False, True):
-        monkeypatch.setattr(wanted, "obstacle_to_graphs", lambda *given, captures=captures: "" if captures else "no")
-        monkeypatch.setattr(making, "make_graph", lambda *given: None)
+        monkeypatch.setattr(build_backend, "wanted_forms", lambda asked, captures=captures: {
+            name: reason for name, reason in table.wanted_forms(asked).items() if name != "graph" or not captures})
+        monkeypatch.setattr(table, "make_graph", lambda *given: None)
         build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
     spec = build_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
     expected = build_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)

@@ -154,15 +154,15 @@ def test_each_step_of_a_native_engine_has_its_form_and_what_kept_it_out_of_earli
     """Request 1 has a penalty, and `compiled` is changed so that it serves no stages. Request 2 has none."""
     torch = pytest.importorskip("torch")
     from batch_manager.decoding.slots import STAGES
-    from batch_manager.runtime.forms import making
+    from batch_manager.runtime.forms import table
 
-    class Form(making.CallsForm):
+    class Form(table.CallsForm):
         def __init__(self, name, *given, **options):
             super().__init__(name, *given, **options)
             if name == "compiled":
                 self.serves &= ~STAGES
 
-    monkeypatch.setattr(making, "CallsForm", Form)
+    monkeypatch.setattr(table, "CallsForm", Form)
     client, trace = new_client(), Trace()
     client.pending = [new_request(1, prompt(5), 3, repetition_penalty=torch.tensor([1.5])),
                       new_request(2, prompt(5), 2)]

@@ -17,8 +17,8 @@ from batch_manager.models.registry import _SHIPPED
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
-GROUND = ["contained_log", "forked_child", "guard", "errors", "names", "option_values", "sampling_config", "config",
-          "handover", "seams"]
+GROUND = ["adapter_values", "contained_log", "forked_child", "guard", "errors", "names", "option_values",
+          "sampling_config", "config", "handover", "seams"]
 HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -26,6 +26,7 @@ DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "r
 FLOORS: dict[str, list[str]] = {
     "_version": [],
     "names": [],
+    "adapter_values": [],
     "errors": ["names"],
     "contained_log": ["errors"],
     "forked_child": ["errors"],
@@ -33,11 +34,11 @@ FLOORS: dict[str, list[str]] = {
     "one_shot_event": [],
     "thread_stack": [],
     "sampling_config": ["errors", "names"],
-    "handover": ["errors", "names", "sampling_config"],
+    "handover": ["adapter_values", "errors", "names", "sampling_config"],
     "option_values": ["errors"],
-    "seams": ["errors", "names", "handover", "option_values"],
+    "seams": ["adapter_values", "errors", "names", "handover", "option_values"],
     "clock": ["contained_log", "errors", "guard", "seams"],
-    "config": ["errors", "names", "handover", "seams", "option_values"],
+    "config": ["adapter_values", "errors", "names", "handover", "seams", "option_values"],
 
     "requests": GROUND,
     "kv": [*GROUND, "requests"],
@@ -85,8 +86,8 @@ OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
                      "arguments", "options", "engine_info", "aio"], set()),
-    **dict.fromkeys(["option_values", "sampling_config", "config", "handover", "seams", "custom_parts", *HOST],
-                    {"numpy"}),
+    **dict.fromkeys(["adapter_values", "option_values", "sampling_config", "config", "handover", "seams",
+                     "custom_parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),
@@ -291,6 +292,9 @@ TOWER = [source for source in SOURCES if source.floor == "runtime" and source.pa
 SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
     "operations.py": ({"num_done"}, "a counter"),
+    "ranks/exchange.py": ({"_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done", "_of_a_call",
+                           "wait_s", "_devices", "_timeout", "_threads"},
+                          "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
     "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows",
                                    "num_sequences", "table_stride", "_memory", "_capacity"},

@@ -163,6 +163,8 @@ class CapturedGraph:
     A replay uses the addresses of the capture, and reads their contents at the time of the replay.
     """
 
+    device_type = "cuda"
+
     def __init__(self, device: torch.device, memory_of: "CapturedGraph | None" = None) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()

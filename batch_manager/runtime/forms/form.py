@@ -32,6 +32,7 @@ WORDS: Mapping[int, str] = MappingProxyType({
     features.GENERATION_LOGITS: "generation logits", features.HISTORY: "history", features.STOP_WORDS: "stop words",
     features.BEAMS: "beams", features.POST_PROCESSED: "post-processor", features.MORE_END_IDS: "more end ids",
     features.TOP_LOG_PROBS: "top log-probs", features.RAW_LOG_PROBS: "raw log-probs",
+    features.ADAPTER: "adapter",
     CONTEXTS: "contexts", DRAFTS: "drafts", EMBEDDINGS: "embeddings", PADDING: "padding",
     ROWS: "rows", CONTEXT_TOKENS: "context tokens", CONTEXTS_AT_ONCE: "contexts at once", LENGTH: "length",
     SLOTS: "slots", NOT_READY: "not ready"})

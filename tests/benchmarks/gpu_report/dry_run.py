@@ -1,7 +1,6 @@
 """Prepare a process for a dry run: a CPU, interpreted kernels, and a substitute for CUDA graphs."""
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,8 @@ def interpret_kernels() -> None:
 class DryGraph:
     """A substitute for `runtime.device.running.CapturedGraph` on a CPU. A replay calls the captured function again."""
 
+    device_type = "cpu"
+
     def __init__(self, device: object, memory_of: object = None) -> None:
         self.replay: Callable[[], None] = lambda: None
 
@@ -40,13 +41,12 @@ def dry_graphs() -> Iterator[None]:
     Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
     """
     from batch_manager.runtime import build_backend
-    from batch_manager.runtime.forms import wanted
 
-    before = wanted.obstacle_to_graphs, build_backend.mixed_sizes, build_backend.build_native_backend
-    wanted.obstacle_to_graphs = lambda params, *_: "" if params.cuda_graphs else "cuda_graphs is not True"
+    before = _, build = build_backend.mixed_sizes, build_backend.build_native_backend
     build_backend.mixed_sizes = lambda *_: frozenset()
-    build_backend.build_native_backend = functools.partial(before[-1], graph=DryGraph)
+    build_backend.build_native_backend = lambda path, params, **more: build(
+        path, params, **more, **({"graph": DryGraph} if params.cuda_graphs else {}))
     try:
         yield
     finally:
-        wanted.obstacle_to_graphs, build_backend.mixed_sizes, build_backend.build_native_backend = before
+        build_backend.mixed_sizes, build_backend.build_native_backend = before

@@ -3,18 +3,29 @@
 import torch
 
 from ....contained_log import log
+from ....errors import counted
 from ....layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from ....models.loading import LoadedModel
 from ....models.spec import ModelSpec
+from ....triton_kernels.cpu.native.library import TYPES
 from ...packing import ModelCall
 from ...parts import DeviceParts
 from ..comparison import difference_from_layers, first_step
 from ..form import NoForm
-from ..wanted import obstacle_of_model
 from .forward import CompiledForward, CompiledHead
 from .thread_governor import ThreadGovernor
 
 COMPARED_TOKENS = 5
+LARGEST_HEAD = 256                 # of compiled code
+
+
+def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """Return why no model of this spec and data type runs as compiled code; "" if it may."""
+    if dtype not in TYPES:
+        return f"it computes in {dtype}, not in {' or '.join(map(str, TYPES))}"
+    if spec.head_size > LARGEST_HEAD:
+        return f"its head_size is {spec.head_size}, above {LARGEST_HEAD}"
+    return ""
 
 
 def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int
@@ -43,5 +54,5 @@ def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink
             lambda hidden, positions, _: forward.run(ModelCall(step), hidden.to(loaded.dtype), positions, ()),
             gives_logits=False):
         raise NoForm(difference, is_wrong=True)
-    log.info("steps run as compiled code on at most %d threads; torch runs the rest of a step", threads)
+    log.info("steps run as compiled code on at most %s; torch runs the rest of a step", counted(threads, "thread"))
     return forward, None if matrix is None else CompiledHead(matrix, governor)

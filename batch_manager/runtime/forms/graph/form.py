@@ -20,7 +20,7 @@ from ....contained_log import log
 from ....decoding.slots import SAMPLES
 from ....handover import ScheduledBatch
 from ...device.memory import used_memory
-from ...device.running import CapturedGraph, first_line
+from ...device.running import first_line
 from ...parts import DeviceParts
 from ..fixed.form import SERVED, FixedResult, read_result
 from ..fixed.inputs import FixedInputs
@@ -83,15 +83,14 @@ class GraphForm:
 
 
 def capture(parts: DeviceParts, inputs: FixedInputs, launches: Launches, sizes: frozenset[tuple[int, int]],
-            graph: Callable[..., Any] | None = None) -> GraphForm:
+            graph: Callable[..., Any]) -> GraphForm:
     """Capture a graph for each shape, largest first, and replay it once, so that no request waits for its upload.
 
     sizes   sizes (generation rows, context tokens) of the steps with contexts for which graphs are captured
-    graph   a class with the methods of CapturedGraph; None: CapturedGraph
+    graph   CapturedGraph, or a class with its methods
     Raises  NoForm if a capture fails
     """
     began, used, device, graphs = time.monotonic(), used_memory(parts.device), parts.device, {}
-    graph = graph or CapturedGraph
     shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split)
     try:
         largest = None

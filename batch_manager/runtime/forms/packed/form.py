@@ -35,10 +35,10 @@ from ...parts import DeviceParts
 from ..form import CONTEXTS, EMBEDDINGS, PADDING
 from .forwards import Forward, Head
 
-# What a packed form serves, each by its name: a bit that is new is refused until a form lists it. `padded` also serves
-# PADDING.
-SERVES = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
-          POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
+# What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
+CALLS = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
+         POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
+SERVES = {"compiled": CALLS, "packed": CALLS, "padded": CALLS | PADDING}
 
 # Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
 UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
@@ -85,7 +85,7 @@ class CallsForm:
     def __init__(self, name: str, parts: DeviceParts, model: Model, forward: Forward, head: Head, divide: Divide, *,
                  threads: int | None = None) -> None:
         self.name, self.dispatch, self.threads = name, forward.dispatch, threads
-        self.serves = SERVES | PADDING if name == "padded" else SERVES
+        self.serves = SERVES[name]
         self._parts, self._decoder, self._model, self._divide = parts, parts.decoder, model, divide
         self._forward, self._head = forward, head
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from batch_manager.attention.registry import make_attention
+from batch_manager.config import TrtGptModelOptionalParams
 from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.layers.recording import LookedUp, NotRecordableError
@@ -28,7 +29,7 @@ from batch_manager.runtime.forms.fixed.fusion import FusedProduct, fuse
 from batch_manager.runtime.forms.fixed.making import compared_tokens, make_fused_body, record_launches
 from batch_manager.runtime.forms.fixed.recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.forms.form import NoForm
-from batch_manager.runtime.forms.making import attempt
+from batch_manager.runtime.forms.table import attempt
 from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import DeviceLimits
@@ -421,7 +422,8 @@ def test_an_engine_whose_model_cannot_be_recorded_runs_its_layers(change, is_wro
                             tokens_per_block=BLOCK_TOKENS)
 
     def made():
-        return attempt(absent, loaded.model, (), "fused", lambda: make_fused_body(parts, loaded, loaded.spec, 2))
+        return attempt(absent, loaded.model, TrtGptModelOptionalParams(), "fused",
+                       lambda: make_fused_body(parts, loaded, loaded.spec, 2))
 
     forward = type(loaded.model).forward
     assert isinstance(made(), FusedBody) and absent == {}

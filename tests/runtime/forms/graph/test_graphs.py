@@ -5,16 +5,11 @@ from unittest import mock
 import pytest
 import torch
 
-from batch_manager.config import TrtGptModelOptionalParams
-from batch_manager.errors import ConfigError
-from batch_manager.runtime import packing
-from batch_manager.runtime.forms import wanted
 from batch_manager.runtime.forms.fixed.shapes import Shape
 from batch_manager.runtime.forms.form import CONTEXTS, NoForm
 from batch_manager.runtime.forms.graph.form import capture
-from batch_manager.runtime.forms.wanted import obstacle_to_graphs
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 SHAPES = [Shape(rows, is_split, samples) for rows in (1, 2, 4) for samples in (False, True)
           for is_split in (False, True)] + [Shape(8, is_split, True, 64, 32) for is_split in (False, True)]
 
@@ -86,28 +81,3 @@ def test_a_capture_that_fails_leaves_no_form_and_says_why():
     assert str(raised.value) == (
         "capturing Shape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0) raised RuntimeError: "
         "operation not permitted when stream is capturing") and raised.value.is_wrong
-
-
-@pytest.mark.parametrize("changes, device, has_triton, own_attention, layout, obstacle", [
-    ({}, GPU, True, False, packing.packed, None),
-    ({}, GPU, True, False, packing.split, None),
-    ({}, CPU, True, False, packing.packed, "the device is cpu"),
-    ({}, GPU, False, False, packing.packed, "triton is not installed"),
-    ({}, GPU, True, True, packing.packed, "Parts.attention is set"),
-    ({}, GPU, True, False, packing.padded, "TrtGptModelType.V1 pads"),
-    ({"deterministic": True}, GPU, True, False, packing.packed, "deterministic is set"),
-])
-def test_what_has_no_graphs_is_refused_by_name_where_they_are_asked_for(
-        monkeypatch, changes, device, has_triton, own_attention, layout, obstacle):
-    monkeypatch.setattr(wanted, "use_triton", lambda _: has_triton)
-
-    def asked(cuda_graphs):
-        params = TrtGptModelOptionalParams(cuda_graphs=cuda_graphs, **changes)
-        return obstacle_to_graphs(params, device, layout, own_attention)
-
-    assert asked(None).startswith(obstacle or "") and asked(False) == "cuda_graphs is False"
-    if obstacle is None:
-        assert asked(None) == asked(True) == ""
-    else:
-        with pytest.raises(ConfigError, match=f"cuda_graphs is True, but {obstacle}"):
-            asked(True)

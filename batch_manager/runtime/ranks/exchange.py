@@ -1,0 +1,240 @@
+"""The ranks of an engine in torch: where they meet, their groups, and what they exchange in a step.
+
+The groups are made directly over a store. torch's default group is neither needed nor touched, so that several engines
+can live in one process, and a host program can have a default group of its own. Only this file uses names of torch that
+groups need and that are private: `ProcessGroupGloo._Options` and `_devices`, `_timeout`, `_threads` of it.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ...errors import ConfigError, DeviceLostError
+from ...parallel.mapping import Place
+from ..device.running import first_line
+
+GLOO_THREADS = 1                   # a rank waits for each of its collectives
+SUM, GATHER, RECEIVE, SEND = "sum", "gather", "receive", "send"
+
+
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name: str) -> Any:
+    """Return torch's store at an address, with a prefix for one engine. Waits until the store can be reached.
+
+    is_server   whether this process runs the store. It ends with the last reference to it in the process
+    name        name of the engine, the same on all ranks and new for each engine
+
+    Raises ConfigError if no store can be reached within `timeout_s` seconds, or the port is taken.
+    """
+    if not distributed.is_available():
+        raise ConfigError(f"several ranks are wanted, and torch {torch.__version__} was built without "
+                          "torch.distributed", "the ranks exchange hidden states with it", "install another torch")
+    try:
+        store = distributed.TCPStore(host, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False,
+                                     multi_tenant=True)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at {host}:{port}: {first_line(error)}",
+            "expected a free port of this machine" if is_server else
+            f"expected rank 0 to listen there within {timeout_s:g} s",
+            "check that each rank has the address of rank 0 and that rank 0 is running") from error
+    return distributed.PrefixStore(name, store)
+
+
+def make_group(store: Any, name: str, rank: int, size: int, *, collectives: str, address: str, timeout_s: float) -> Any:
+    """Return a process group. Waits until all its ranks have called this function.
+
+    name          name of the group, the same for all its ranks
+    collectives   "gloo" or "nccl"
+    address       address of this machine at which the other ranks reach it; for gloo alone
+    timeout_s     seconds after which a wait for another rank fails
+
+    Raises DeviceLostError if a rank does not come.
+    """
+    store = distributed.PrefixStore(name, store)
+    try:
+        if collectives == "nccl":
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            return distributed.ProcessGroupNCCL(store, rank, size, options)
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout, options._threads = timedelta(seconds=timeout_s), GLOO_THREADS
+        return distributed.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise _lost(f"the group {name!r} of {size} ranks", error) from error
+
+
+def _lost(what: str, error: BaseException) -> DeviceLostError:
+    return DeviceLostError(f"{what} failed with {first_line(error)}", "expected every rank to take part",
+                           "start all ranks again; the rank that failed first says why")
+
+
+class Exchange:
+    """What a rank exchanges with others in a step: sums and rows with the ranks of its stage, hidden states with the
+    stages before and after. It is the Split of its stage's layers.
+
+    rank, size   number of this rank in its stage, and number of ranks of the stage
+    wait_s       seconds that this rank has waited for others
+
+    Each call of the model has the same exchanges in the same order; only the number of rows differs. After a call that
+    failed, `complete` takes part in the exchanges that are left, with zeros, so that no other rank waits for this one.
+
+    in_rank_order   add the terms of a sum in order of rank, so that its bits depend on nothing else. Of two terms the
+                    order does not matter
+    most_sends      sends that may be under way
+    """
+
+    def __init__(self, place: Place, *, in_rank_order: bool = False, most_sends: int = 2) -> None:
+        self.place, self.rank, self.size = place, place.tensor_rank, place.tensor_parallel_size
+        self._in_rank_order, self._most_sends = in_rank_order and self.size > 2, most_sends
+        self._ranks: Any = None                        # group of the ranks of the stage
+        self._stages: Any = None                       # group of this rank's counterparts in all stages
+        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self._done: list[tuple[str, int, torch.dtype]] = []
+        self._of_a_call: list[tuple[str, int, torch.dtype]] = []
+        self._rows: list[int] = []                     # rows of the calls of the step that are not complete
+        self._spare = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._hidden_size, self._dtype = 0, torch.float32
+        self.wait_s = 0.0
+
+    def connect(self, store: Any, *, collectives: str, address: str, timeout_s: float) -> None:
+        """Make the groups. Each rank must call this method. Raises DeviceLostError; see `make_group`."""
+        place, options = self.place, {"collectives": collectives, "address": address, "timeout_s": timeout_s}
+        if self.size > 1:
+            self._ranks = make_group(store, f"ranks of stage {place.stage}", self.rank, self.size, **options)
+        if place.pipeline_parallel_size > 1:
+            self._stages = make_group(store, f"stages of rank {self.rank}", place.stage, place.pipeline_parallel_size,
+                                      **options)
+
+    def reserve(self, most_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the memory with which `complete` takes part, for calls of up to `most_rows` rows."""
+        self._hidden_size, self._dtype = hidden_size, dtype
+        parts = 1 + self.size * self._in_rank_order
+        # Norms over all heads add a float32 for each row.
+        self._spare = torch.zeros(parts * most_rows * max(hidden_size * dtype.itemsize, 4), dtype=torch.uint8,
+                                  device=device)
+
+    # ------------------------------------------------------------------ the exchanges of a call
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        if not self._in_rank_order:
+            self._wait(SUM, x, lambda: self._ranks.allreduce([x]))
+            return x
+        first, *others = parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(SUM, x, lambda: self._ranks.allgather([parts], [x]))
+        for other in others:
+            first += other
+        return first
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._wait(GATHER, x, lambda: self._ranks.allgather([parts], [x]))
+        return torch.cat(parts, -1)
+
+    def receive(self, num_rows: int) -> torch.Tensor:
+        """Return the hidden states [num_rows, hidden size] that the stage before has sent."""
+        hidden = torch.empty((num_rows, self._hidden_size), dtype=self._dtype, device=self._spare.device)
+        self._wait(RECEIVE, hidden, lambda: self._stages.recv([hidden], self.place.stage - 1, 0))
+        return hidden
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Send hidden states to the stage after. Does not wait until they have arrived, which must not change them."""
+        hidden = hidden.contiguous()
+        work = self._launched(SEND, hidden, lambda: self._stages.send([hidden], self.place.stage + 1, 0))
+        self._sends.append((work, hidden))
+        while len(self._sends) > self._most_sends:
+            self._finish(SEND, self._sends.popleft()[0])
+
+    def _wait(self, kind: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
+        self._finish(kind, self._launched(kind, x, launch))
+
+    def _launched(self, kind: str, x: torch.Tensor, launch: Callable[[], Any]) -> Any:
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise _lost(f"the exchange {kind!r} with other ranks", error) from error
+        self._done.append((kind, x.shape[-1], x.dtype))
+        return work
+
+    def _finish(self, kind: str, work: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _lost(f"the exchange {kind!r} with other ranks", error) from error
+        finally:
+            self.wait_s += time.perf_counter() - begin
+
+    # ------------------------------------------------------------------ a step
+
+    @contextlib.contextmanager
+    def step(self, rows_of_calls: Sequence[int]) -> Iterator[None]:
+        """Context manager for the calls of a step. An exception leaves it after `complete`.
+
+        rows_of_calls   number of rows of each call of the model in the step, in order
+        """
+        self._rows = list(rows_of_calls)
+        self._done.clear()
+        try:
+            yield
+        except DeviceLostError:
+            raise
+        except BaseException:
+            self.complete()
+            raise
+
+    def end_call(self) -> None:
+        """Note that a call of the model is complete."""
+        self._of_a_call, self._done = self._done, []
+        self._rows.pop(0)
+
+    def complete(self) -> None:
+        """Take part in the exchanges of the step that are left, with zeros. Raises DeviceLostError."""
+        while self._rows:
+            for kind, columns, dtype in self._of_a_call[len(self._done) :]:
+                self._take_part(kind, self._rows[0], columns, dtype)
+            self._done.clear()
+            self._rows.pop(0)
+
+    def _take_part(self, kind: str, num_rows: int, columns: int, dtype: torch.dtype) -> None:
+        size = num_rows * columns * dtype.itemsize
+        count = 1 + self.size * (kind == GATHER or self._in_rank_order)
+        if count * size > len(self._spare):
+            self._spare = torch.zeros(count * size, dtype=torch.uint8, device=self._spare.device)
+        x, *parts = (part.view(dtype).view(num_rows, columns)
+                     for part in self._spare[: count * size].zero_().split(size))
+        if kind == SEND:
+            self.send(x.clone())                       # the memory is used again before it has arrived
+        elif kind == RECEIVE:
+            self._wait(kind, x, lambda: self._stages.recv([x], self.place.stage - 1, 0))
+        elif parts:
+            self._wait(kind, x, lambda: self._ranks.allgather([parts], [x]))
+        else:
+            self._wait(kind, x, lambda: self._ranks.allreduce([x]))
+        self._done.pop()
+
+    def take_wait(self) -> float:
+        """Return the seconds that this rank has waited for others since the last call."""
+        seconds, self.wait_s = self.wait_s, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Drop the groups, which closes their sockets. Idempotent."""
+        self._sends.clear()
+        for group in (self._ranks, self._stages):
+            if group is not None:
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    group.shutdown()
+        self._ranks = self._stages = None

@@ -1,0 +1,141 @@
+"""Tool calls and reasoning: more of what tests/extras/test_tool_calls.py proves, templates of trl, and the time.
+
+    python tests/campaigns/tool_calls.py --cuttings 10000     # of each format: the events of the whole text
+    python tests/campaigns/tool_calls.py --templates          # trl's chat templates (pip install --no-deps trl)
+    python tests/campaigns/tool_calls.py --time               # microseconds of CPU time per token
+
+The exit status is 1 if anything differed. Results are recorded in tests/CAMPAIGNS.md.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from batch_manager.extras.chat_template import chat_prompt
+from batch_manager.extras.tool_calls import (
+    FORMATS,
+    REASONING_FORMATS,
+    CallParser,
+    format_of_template,
+    reasoning_of_template,
+)
+from tests.extras import tool_call_texts as texts
+
+
+def cuttings(count: int, first_seed: int) -> int:
+    """Compare the events of cut texts with those of the whole; half of the texts are damaged."""
+    wrong = 0
+    for name in FORMATS:
+        bad = 0
+        for seed in range(first_seed, first_seed + count):
+            draw = random.Random(seed)
+            text, tools, calls = texts.output(name, seed // 2)
+            reasoning, is_inside = "harmony" if name == "harmony" else "think", False
+            if seed % 2:
+                text = texts.damaged(text, name, draw)
+                reasoning, is_inside = texts.reasoning_for(name, draw), draw.random() < 0.2
+            whole = texts.parsed(name, [text], tools, reasoning, is_inside)
+            if texts.parsed(name, texts.cut(text, draw), tools, reasoning, is_inside) != whole:
+                bad += 1
+                print(f"{name}, seed {seed}: the events of a cutting differ")
+            elif not seed % 2 and read_back(whole) != calls:
+                bad += 1
+                print(f"{name}, seed {seed}: the calls differ")
+        print(f"{name}: {count:,} cuttings, {bad} wrong", flush=True)
+        wrong += bad
+    return wrong
+
+
+def read_back(events: list) -> list[tuple[str, dict]]:
+    begun = [event for event in events if event.kind == "begins"]
+    return [(event.name, json.loads("".join(part.text for part in events if part.kind == "arguments"
+                                            and part.call == number))) for number, event in enumerate(begun)]
+
+
+def templates() -> int:
+    """Let each chat template of trl that reads tools write a call, and read the call back."""
+    folder = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+    given = {"city": 'Paris "x"\n</tool_call>é 😀', "days": 3, "deep": {"a": [1, True]}, "flag": False, "list": ["u"]}
+    kinds = {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"},
+             "flag": {"type": "boolean"}, "list": {"type": "array"}}
+    parameters = {"type": "object", "properties": kinds}
+    tools = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": parameters}}]
+    read = wrong = 0
+    for path in sorted(folder.glob("*.jinja")):
+        template = path.read_text()
+        with tempfile.TemporaryDirectory() as model:
+            (Path(model) / "chat_template.jinja").write_text(template)
+            (Path(model) / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+            call = {"id": "abcdefghi", "type": "function",
+                    "function": {"name": "get_weather", "arguments": json.dumps(given)}}
+            messages = [{"role": "user", "content": "Rain?"},
+                        {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                begin = chat_prompt(model, messages[:1], tools)
+                text = chat_prompt(model, messages, tools, add_generation_prompt=False)
+            except Exception as error:
+                print(f"{path.name}: reads no tools here: {str(error)[:60]}")
+                continue
+        if "get_weather" not in text[text.rindex("Rain?"):]:
+            print(f"{path.name}: does not write calls")
+            continue
+        same = next((at for at in range(min(len(begin), len(text))) if begin[at] != text[at]), len(begin))
+        name, reasoning = format_of_template(template), reasoning_of_template(template)
+        events = texts.parsed(name, [text[same:]], {"get_weather": parameters}, reasoning,
+                              reasoning is not None and REASONING_FORMATS[reasoning].is_open_in(text[:same]))
+        is_good = read_back(events) == [("get_weather", given)]
+        read, wrong = read + 1, wrong + (not is_good)
+        print(f"{path.name}: {name}, {reasoning}: {'read back' if is_good else f'WRONG {read_back(events)}'}")
+    print(f"{read} templates write calls, {wrong} wrong")
+    return wrong
+
+
+def cost() -> None:
+    """Print the microseconds of CPU time per token of 4 characters: the least of seven runs."""
+    plain = "We walked to the village, then home again, and so on. " * 400
+    given = {"a": plain, "b": [[1, 2, {"x": "y"}]] * 500}
+    kinds = {"f": texts.tool_of(given)}
+    for name in ("none", *FORMATS):
+        draw = random.Random(1)
+        of_calls = texts.written(name, [("f", given)], draw) if name in FORMATS else plain
+        of_text = "<|channel|>final<|message|>" + plain if name == "harmony" else plain
+        figures = []
+        for text in (of_text, of_calls):
+            pieces, runs = [text[at:at + 4] for at in range(0, len(text), 4)], []
+            for _ in range(7):
+                parser = CallParser(FORMATS.get(name), REASONING_FORMATS["think"], kinds)
+                began = time.process_time()
+                for piece in pieces:
+                    parser.push(piece)
+                parser.finish()
+                runs.append((time.process_time() - began) / len(pieces) * 1e6)
+            figures.append(min(runs))
+        print(f"{name:16} text {figures[0]:5.2f} us a token, calls {figures[1]:5.2f} us a token", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cuttings", type=int, help="of each format")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--templates", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    options = parser.parse_args()
+    wrong = 0
+    if options.cuttings:
+        wrong += cuttings(options.cuttings, options.first_seed)
+    if options.templates:
+        wrong += templates()
+    if options.time:
+        cost()
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The exchanges of ranks, over gloo between real processes."""
+
+import threading
+
+import pytest
+import torch
+from torch import distributed
+
+from batch_manager.errors import ConfigError, DeviceLostError
+from batch_manager.runtime.ranks.exchange import Exchange, open_store
+
+from .conftest import end_here, place_among
+
+HIDDEN = 6
+
+
+class Planted(Exception):
+    pass
+
+
+def connected(port, rank, tensor_size, num_stages, *, timeout_s=30.0, **options):
+    place = place_among(port, rank, tensor_size, num_stages)
+    store = open_store("127.0.0.1", port, is_server=rank == 0, timeout_s=60, name="engine 0")
+    exchange = Exchange(place, **options)
+    exchange.connect(store, collectives="gloo", address="127.0.0.1", timeout_s=timeout_s)
+    exchange.reserve(8, HIDDEN, torch.float32, torch.device("cpu"))
+    return exchange, store
+
+
+def of_all(processes, port, work, tensor_size, num_stages=1, *more, **options):
+    ranks = range(tensor_size * num_stages)
+    return processes.run(work, [(port, rank, tensor_size, num_stages, *more) for rank in ranks], **options)
+
+
+def sums(port, rank, tensor_size, num_stages):
+    exchange, _store = connected(port, rank, tensor_size, num_stages)
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            x = torch.full((3, 4), rank + 1, dtype=dtype)
+            assert torch.equal(exchange.sum(x), torch.full((3, 4), 10, dtype=dtype))
+            wide = torch.arange(8).view(4, 2).to(dtype).t() + 10 * rank      # not contiguous
+            parts = [torch.arange(8).view(4, 2).to(dtype).t() + 10 * other for other in range(4)]
+            assert torch.equal(exchange.gather(wide), torch.cat(parts, -1))
+    assert exchange.wait_s > 0 and not distributed.is_initialized()
+    exchange.close()
+    exchange.close()
+
+
+def test_sums_and_gathers(processes, port):
+    of_all(processes, port, sums, 4)
+
+
+def sums_in_order(port, rank, tensor_size, num_stages):
+    exchange, _store = connected(port, rank, tensor_size, num_stages, in_rank_order=True)
+    for rows in (1, 7, 400):
+        given = [torch.randn(rows, 33, generator=torch.Generator().manual_seed(other)) for other in range(tensor_size)]
+        expected = given[0].clone()
+        for other in given[1:]:
+            expected += other
+        assert torch.equal(exchange.sum(given[rank].clone()), expected)
+    exchange.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_in_rank_order_depend_on_nothing_else(processes, port, size):
+    of_all(processes, port, sums_in_order, size)
+
+
+def model_step(exchange, rows, fails_at=None):
+    """The exchanges of a step of a small model, in two calls. Returns the last hidden states of the second call."""
+    place, count = exchange.place, 0
+
+    def point():
+        nonlocal count
+        count += 1
+        if count - 1 == fails_at:
+            raise Planted
+
+    with exchange.step([rows, 2]):
+        for num_rows in (rows, 2):
+            point()
+            hidden = torch.ones(num_rows, HIDDEN) if place.stage == 0 else exchange.receive(num_rows)
+            for _layer in range(2):
+                point()
+                squares = exchange.sum(torch.ones(num_rows, 1, dtype=torch.float64))
+                point()
+                hidden = hidden + exchange.sum(torch.ones(num_rows, HIDDEN)) * squares.float()
+            point()
+            if place.stage < place.pipeline_parallel_size - 1:
+                exchange.send(hidden)
+            point()
+            exchange.end_call()
+    return hidden, count
+
+
+def steps_with_faults(port, rank, tensor_size, num_stages):
+    exchange, _store = connected(port, rank, tensor_size, num_stages)
+    expected, count = model_step(exchange, 5)
+    assert expected.unique().tolist() == [1 + 2 * tensor_size**2 * (exchange.place.stage + 1)]
+    for faulty in range(tensor_size * num_stages):
+        for point in range(0, count, 1 if num_stages * tensor_size == 2 else 5):
+            try:
+                model_step(exchange, 1 + point, fails_at=point if faulty == rank else None)
+                assert faulty != rank
+            except Planted:
+                assert faulty == rank
+            assert torch.equal(model_step(exchange, 3)[0], expected)
+    for work, _hidden in exchange._sends:              # no rank ends before its hidden states have arrived
+        work.wait()
+    exchange.close()
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_a_rank_that_raises_anywhere_leaves_no_other_waiting(processes, port, sizes):
+    of_all(processes, port, steps_with_faults, *sizes)
+
+
+def lose_a_rank(port, rank, tensor_size, num_stages, lost):
+    exchange, _store = connected(port, rank, tensor_size, num_stages)
+    model_step(exchange, 2)
+    if rank == lost:
+        end_here()
+    with pytest.raises(DeviceLostError, match="expected every rank to take part"):
+        while True:
+            model_step(exchange, 2)
+
+
+@pytest.mark.parametrize("sizes, lost", [((2, 1), 1), ((1, 2), 0)])
+def test_a_lost_rank_ends_the_waits_of_the_others(processes, port, sizes, lost):
+    of_all(processes, port, lose_a_rank, *sizes, lost, may_end=(lost,))
+
+
+def silent_rank(port, rank, tensor_size, num_stages):
+    exchange, _store = connected(port, rank, tensor_size, num_stages, timeout_s=1.0)
+    if rank == 0:
+        with pytest.raises(DeviceLostError, match="exchange 'sum'"):
+            exchange.sum(torch.ones(1))
+    else:
+        threading.Event().wait(2)
+
+
+def test_a_silent_rank_ends_a_wait_after_the_time_out(processes, port):
+    of_all(processes, port, silent_rank, 2)
+
+
+def test_two_engines_of_a_process_share_a_port_and_no_keys(port):
+    first, second = (open_store("127.0.0.1", port, is_server=True, timeout_s=5, name=name) for name in ("a", "b"))
+    first.set("leader", "x")
+    assert second.check(["leader"]) is False and first.get("leader") == b"x"
+
+
+def test_a_store_that_cannot_be_reached_is_refused(port):
+    with pytest.raises(ConfigError, match=rf"the ranks cannot meet at 127.0.0.1:{port}: .*listen there within 1 s"):
+        open_store("127.0.0.1", port, is_server=False, timeout_s=1, name="a")
+
+
+def test_the_private_names_of_torch_are_there():
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices, options._timeout = options._devices, options._timeout
+    options._threads = 1
+    assert callable(distributed.ProcessGroupGloo.create_device) and distributed.TCPStore and distributed.PrefixStore
