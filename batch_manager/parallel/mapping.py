@@ -13,26 +13,24 @@ from ..errors import ConfigError, counted
 class _Launcher:
     """The variables that a launcher sets for each of its processes.
 
-    sizes        number of processes; the first variable that is set counts
-    local_size   number of processes on this machine
+    size, local_size   number of processes, and of those on this machine
     """
 
     name: str
     rank: str
-    sizes: tuple[str, ...]
+    size: str
     local_rank: str
     local_size: str
 
 
-TORCHRUN = "torchrun"
-_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (
-    _Launcher(TORCHRUN, "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
+    TORCHRUN,
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
               "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _Launcher("MPICH or Intel MPI", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Inside a job step, SLURM_NTASKS may still be the number of tasks of the whole job.
-    _Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID", _SLURM_TASKS),
+    _Launcher("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    SLURM,
 )
 
 
@@ -98,11 +96,16 @@ def place_of(config: ParallelConfig, environment: Mapping[str, str] = os.environ
         raise ConfigError("neither ParallelConfig.leader nor both of MASTER_ADDR and MASTER_PORT are set",
                           "expected the address at which the ranks meet, on the machine of rank 0",
                           'pass for instance leader="127.0.0.1:29500" if all ranks are on one machine')
-    has_store = (config.leader is None and launcher is LAUNCHERS[0]
+    has_store = (config.leader is None and launcher is TORCHRUN
                  and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     return Place(rank=rank, tensor_parallel_size=config.tensor_parallel_size,
                  pipeline_parallel_size=config.pipeline_parallel_size, local_rank=local_rank, local_size=local_size,
                  host=host, port=number, has_agent_store=has_store)
+
+
+def is_launched(config: ParallelConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of the ranks already, by its arguments or its launcher. Raises ConfigError."""
+    return config.rank is not None or TORCHRUN.rank in environment or bool(_fitting(config, environment)[0])
 
 
 def _launched(config: ParallelConfig, environment: Mapping[str, str]) -> tuple[_Launcher, int]:
@@ -110,26 +113,13 @@ def _launched(config: ParallelConfig, environment: Mapping[str, str]) -> tuple[_
 
     A launcher with another number is the outer one of two, such as the srun that started torchrun on each machine.
     """
-    fitting, others = [], []
-    for launcher in LAUNCHERS:
-        size_name = next((name for name in launcher.sizes if environment.get(name)), None)
-        rank = _number(environment, launcher.rank)
-        if size_name is None or rank is None:
-            continue
-        size = _number(environment, size_name)
-        if size != config.num_ranks:
-            others.append(f"{size_name} is {size}")
-        elif rank >= size:
-            raise ConfigError(f"{launcher.rank} is {rank} and {size_name} is {size}", f"expected 0..{size - 1}",
-                              f"correct the environment of {launcher.name}")
-        else:
-            fitting.append((launcher, rank))
+    fitting, others = _fitting(config, environment)
     if not fitting and others:
         raise ConfigError(" and ".join(others), f"expected {config.num_ranks}, because {config.sizes}",
                           f"start {counted(config.num_ranks, 'process', 'processes')}, or correct the sizes")
     if not fitting:
         raise ConfigError(f"parallel_config has {config.num_ranks} ranks, and no launcher tells which one this process "
-                          "is", "expected " + ", ".join(f"{launcher.rank} and {' or '.join(launcher.sizes)} "
+                          "is", "expected " + ", ".join(f"{launcher.rank} and {launcher.size} "
                                                         f"({launcher.name})" for launcher in LAUNCHERS),
                           f"start the program with torchrun --nproc-per-node {config.num_ranks}, or pass "
                           "ParallelConfig(rank=, leader=)")
@@ -140,11 +130,30 @@ def _launched(config: ParallelConfig, environment: Mapping[str, str]) -> tuple[_
     return fitting[0]
 
 
+def _fitting(config: ParallelConfig, environment: Mapping[str, str]) -> tuple[list[tuple[_Launcher, int]], list[str]]:
+    """Return the launchers with the right number of processes, each with the rank, and the sizes of the others."""
+    fitting, others = [], []
+    for launcher in LAUNCHERS:
+        if launcher is SLURM and "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
+            continue                                   # the script of a job itself, which srun did not start
+        rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
+        if rank is None or size is None:
+            continue
+        if size != config.num_ranks:
+            others.append(f"{launcher.size} is {size}")
+        elif rank >= size:
+            raise ConfigError(f"{launcher.rank} is {rank} and {launcher.size} is {size}", f"expected 0..{size - 1}",
+                              f"correct the environment of {launcher.name}")
+        else:
+            fitting.append((launcher, rank))
+    return fitting, others
+
+
 def _local_size(environment: Mapping[str, str], launcher: _Launcher) -> int | None:
-    if launcher.local_size != _SLURM_TASKS:
+    if launcher is not SLURM:
         return _number(environment, launcher.local_size)
     counts: list[int] = []    # 2(x3),1: three machines with two tasks each, then one with one
-    for count, times in re.findall(r"(\d{1,6})(?:\(x(\d{1,6})\))?", environment.get(_SLURM_TASKS, "")):
+    for count, times in re.findall(r"(\d{1,6})(?:\(x(\d{1,6})\))?", environment.get(SLURM.local_size, "")):
         counts += [int(count)] * int(times or 1)
     node = _number(environment, "SLURM_NODEID") or 0
     return counts[node] if node < len(counts) else None

@@ -3,7 +3,7 @@
 import pytest
 
 from batch_manager import ConfigError, ParallelConfig
-from batch_manager.parallel.mapping import LAUNCHERS, Place, place_of
+from batch_manager.parallel.mapping import LAUNCHERS, Place, is_launched, place_of
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **ADDRESS}
@@ -43,8 +43,10 @@ def test_a_launcher_with_another_number_of_processes_is_the_outer_one():
     """srun starts torchrun once on each machine."""
     outer = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     assert place({**TORCHRUN, **outer}).rank == 1
-    step = {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}    # a job step of two tasks in a job of eight
-    assert place(step).rank == 1
+    script = {**outer, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}     # sbatch -n 2, whose script calls torchrun
+    assert place({**TORCHRUN, **script}).rank == 1
+    assert not is_launched(ParallelConfig(tensor_parallel_size=2), script)
+    assert is_launched(ParallelConfig(tensor_parallel_size=2), {**script, "SLURM_STEP_ID": "0"})
 
 
 def test_ranks_are_numbered_from_the_last_stage():
