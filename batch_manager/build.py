@@ -12,7 +12,14 @@ from .arguments import Callbacks, EngineArguments
 from .clock import reliable
 from .config import Parts
 from .contained_log import log
-from .custom_parts import checked_attention, checked_stages, chosen_scheduler, close_unused, custom_backend
+from .custom_parts import (
+    check_scheduler,
+    checked_attention,
+    checked_stages,
+    chosen_scheduler,
+    close_unused,
+    custom_backend,
+)
 from .errors import ConfigError
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
@@ -43,6 +50,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     arguments = settle(arguments, parts)
     params, clock = arguments.optional_params, reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, params.log_callback_errors)
+    check_scheduler(parts.scheduler)
     backend = _make_backend(arguments, parts)
     try:
         plan = plan_engine(arguments, parts, backend)

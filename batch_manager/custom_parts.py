@@ -158,21 +158,26 @@ def _check_stage(stage: Any) -> None:
                           "correct `reads`, or read the value from the setup that the engine passes to set_up")
 
 
+def check_scheduler(part: Any) -> None:
+    """Raise ConfigError if `Parts.scheduler` is neither a scheduler nor a factory of one, before a model is loaded."""
+    if part is not None and not callable(part) and not _is_scheduler(part):
+        raise ConfigError(f"Parts.scheduler is of type {type_name(part)}",
+                          f"expected {SCHEDULERS}, or a function (limits, kv_cache_manager) that returns one",
+                          "inherit from one of these classes, or leave it None")
+
+
 def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager,
                      default: SimpleScheduler) -> RequestScheduler:
     """Return the scheduler in `Parts.scheduler`, as a complete scheduler (`_with_defaults`); `default` if it is None.
 
-    Raises ConfigError if the part is neither a scheduler nor a factory of a scheduler.
+    part   checked by `check_scheduler`
+    Raises ConfigError if a factory fails or returns something else.
     """
     if part is None:
         return default
     scheduler = _with_defaults(part, default)
     if scheduler is not None:
         return scheduler
-    if not callable(part):
-        raise ConfigError(f"Parts.scheduler is of type {type_name(part)}",
-                          f"expected {SCHEDULERS}, or a function (limits, kv_cache_manager) that returns one",
-                          "inherit from one of these classes, or leave it None")
     if isinstance(part, type) and (_has_our_constructor(part) or not can_be_called_with(part, 2)):
         if not can_be_called_with(part, 0):
             raise _a_class("scheduler", part,
@@ -196,15 +201,21 @@ def _has_our_constructor(part: Any) -> bool:
     return getattr(part.__init__, "__module__", "") in _CONSTRUCTORS_IN
 
 
+def _is_scheduler(part: Any) -> bool:
+    """Whether the part is an object, not a class, that inherits from a scheduler class or has the method of one."""
+    return not isinstance(part, type) and (
+        isinstance(part, RequestScheduler | CapacityScheduler | MicroBatchScheduler)
+        or any(callable(getattr(part, name, None)) for name in ("schedule_request", "schedule")))
+
+
 def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | None:
     """Return the part as a complete scheduler.
 
     A capacity scheduler is combined with the micro-batch scheduler of `default`, and a micro-batch scheduler with the
-    capacity scheduler of `default`. Returns None for a class, and for an object without the methods of a scheduler. An
-    object that inherits from no scheduler class is recognized by its methods and by the number of arguments of
-    `schedule_request`.
+    capacity scheduler of `default`. Returns None if the part is no scheduler. An object that inherits from no scheduler
+    class is recognized by its methods and by the number of arguments of `schedule_request`.
     """
-    if isinstance(part, type):
+    if not _is_scheduler(part):
         return None
     if isinstance(part, RequestScheduler):
         return part
@@ -216,6 +227,4 @@ def _with_defaults(part: Any, default: SimpleScheduler) -> RequestScheduler | No
     if callable(decides):
         scheduler: RequestScheduler = part
         return scheduler
-    if isinstance(part, MicroBatchScheduler) or callable(getattr(part, "schedule", None)):
-        return SimpleScheduler(default.capacity_scheduler, part)
-    return None
+    return SimpleScheduler(default.capacity_scheduler, part)

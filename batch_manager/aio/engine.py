@@ -65,8 +65,9 @@ class AsyncEngine:
                     the order of their priorities, and neither a refusal nor a deadline waits for room
         process     run the engine in its own process. Host and engine then have separate interpreter locks, and a crash
                     of the engine fails its streams only. Logits post-processors are pickled, and so is `parts`
-                    without its hooks. Their classes and functions must therefore be in importable modules. Hooks and
-                    the statistics callback run in the process that calls `start`, on an internal thread
+                    without its hooks. Their classes and functions must therefore be in importable modules, and so must
+                    the classes of register_model, which the engine process imports by name. Hooks and the statistics
+                    callback run in the process that calls `start`, on an internal thread
         Raises      the errors of the constructor of GptManager
         """
         for name in unknown:

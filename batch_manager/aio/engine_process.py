@@ -62,7 +62,9 @@ class EngineProcess:
         self._link = link = Link(switchboard, parts, stats, params.log_callback_errors)
         self._hang_warning_s = params.hang_warning_s
         try:
-            link.wire.send(Start(arguments, parts_to_send, stats is not None, log.getEffectiveLevel()))
+            registry = sys.modules.get("batch_manager.models.registry")      # its import takes torch
+            link.wire.send(Start(arguments, parts_to_send, stats is not None, log.getEffectiveLevel(),
+                                 {} if registry is None else registry.registered_names()))
             answer = link.first_answer()
             if isinstance(answer, NotStarted):
                 raise answer.error

@@ -91,6 +91,10 @@ class Exchange:
 
     def make_manager(self, start: Start) -> GptManager:
         """Create the manager. Raises the errors of the constructor of GptManager."""
+        if start.models:
+            from ..models.registry import register_names
+
+            register_names(start.models)
         callbacks = Callbacks(self._get, self._send, self._poll, self._record if start.wants_stats else None)
         parts = replace(start.parts, after_responses=self._after_responses, at_end=self._at_end)
         self._manager = GptManager(**by_name(start.arguments), **by_name(callbacks), parts=parts)

@@ -28,12 +28,14 @@ class Start(NamedTuple):
     parts        parts without the hooks that run in the host
     wants_stats  whether to send statistics records
     log_level    lowest level of log records to send
+    models       architecture -> (module, name) of the classes of register_model
     """
 
     arguments: EngineArguments
     parts: Parts
     wants_stats: bool
     log_level: int
+    models: dict[str, tuple[str, str]]
 
 
 class PackedRequest(NamedTuple):

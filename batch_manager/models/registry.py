@@ -1,5 +1,6 @@
 """The registry of model classes by architecture."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
@@ -124,6 +125,17 @@ def register_model(architecture: str, model_class: type[Model]) -> None:
     _models[architecture] = model_class
 
 
+def registered_names() -> dict[str, tuple[str, str]]:
+    """Return architecture -> (module, name) of each class that `register_model` got, by which others can import it."""
+    return {architecture: (found.__module__, found.__qualname__) for architecture, found in _models.items()
+            if isinstance(found, type) and not is_shipped(architecture, found)}
+
+
+def register_names(names: Mapping[str, tuple[str, str]]) -> None:
+    """Register the classes of another process, a result of `registered_names`. Each is imported when it is needed."""
+    _models.update(names)
+
+
 def known_architectures() -> list[str]:
     return sorted(_models)
 
@@ -139,10 +151,20 @@ def find_model(architecture: str, named_by: str = "") -> type[Model]:
             f"expected one of {', '.join(known_architectures())}",
             "add it with register_model(architecture, model_class)")
     found = _models[architecture]
-    if isinstance(found, tuple):
-        module, name = found
-        found = _models[architecture] = getattr(import_module(f".{module}", __package__), name)
-    return found
+    if isinstance(found, type):
+        return found
+    module, name = found
+    if found == _SHIPPED.get(architecture):
+        _models[architecture] = getattr(import_module(f".{module}", __package__), name)
+    else:
+        try:
+            _models[architecture] = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"the class {module}.{name}, registered for {architecture}, cannot be imported here: {error}",
+                "expected a class of a module that the engine process can import, not of __main__",
+                "move it into a module, or start the engine with process=False") from error
+    return _models[architecture]
 
 
 def is_shipped(architecture: str, model_class: type[Model]) -> bool:

@@ -83,7 +83,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Iteration Latency Microseconds", "microseconds", ITERATION, "from the end of get to the record"),
     Statistic("Kernel Dispatch", "text", NOW, "what computes a step: triton, compiled (code on a CPU) or torch"),
     Statistic("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed", always=False),
-    Statistic("Compute Threads", "threads", NOW, "of compiled steps", always=False),
+    Statistic("Compute Threads", "threads", NOW, "that compute a step on a CPU", always=False),
     *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
       for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)

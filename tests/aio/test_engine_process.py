@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from batch_manager.aio import AsyncEngine, Delta, RequestFailed
 from batch_manager.errors import BatchManagerError
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 LONG = {"max_seq_len": 60_000, "num_blocks": 20_000}
 
 
@@ -309,6 +312,27 @@ def test_what_the_constructor_raises_is_raised_here(tmp_path):
             await AsyncEngine.start(parts=Parts(backend=lambda: ScriptedBackend()), process=True)
 
     asyncio.run(test())
+
+
+def test_the_engine_process_has_the_classes_of_register_model(tmp_path, monkeypatch):
+    registry = pytest.importorskip("batch_manager.models.registry")
+    folder = shutil.copytree(MODEL, tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MyForCausalLM"]}))
+    monkeypatch.setattr(registry, "_models", dict(registry._models))
+
+    llama = registry.find_model("LlamaForCausalLM")
+    registry.register_model("MyForCausalLM", llama)
+
+    async def test():
+        async with await AsyncEngine.start(folder, process=True) as engine:
+            assert len((await engine.generate(request())).tokens) == 5
+
+    asyncio.run(test())
+    registry.register_model("MyForCausalLM", type("Mine", (llama,), {"__module__": "__main__"}))
+    registry.register_names(registry.registered_names())              # as in an engine process
+    with pytest.raises(ModelLoadError, match="__main__.Mine, registered for MyForCausalLM, cannot be imported here"):
+        registry.find_model("MyForCausalLM")
 
 
 def all_errors(error_class=BatchManagerError):

@@ -234,7 +234,6 @@ WITH_A_BACKEND = [
      "max_attention_window is 8"),
     ({"optional_params": TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(
         enable_block_reuse=True, host_cache_size=1))}, "host_cache_size is 1"),
-    ({"parts": Parts(backend=ScriptedBackend(), scheduler=5)}, "Parts.scheduler is of type int"),
     ({"parts": Parts(backend=ScriptedBackend(), scheduler=lambda limits, kv: 5)}, "returned a value of type int"),
     *(({"model_type": TrtGptModelType.V1, "optional_params": TrtGptModelOptionalParams(**{name: True})}, name)
       for name in ("enable_trt_overlap", "enable_chunked_context")),
@@ -270,6 +269,11 @@ def test_a_bad_argument(name, value, started):
 @pytest.mark.parametrize("arguments, says", WITH_A_BACKEND, ids=[says for _, says in WITH_A_BACKEND])
 def test_arguments_that_the_backend_contradicts(arguments, says, started):
     assert_refused_without_a_worker({"parts": Parts(backend=ScriptedBackend()), **arguments}, says, started)
+
+
+def test_what_is_no_scheduler_is_refused_before_the_model_is_read(started):
+    assert_refused_without_a_worker({"model_path": "not there", "parts": Parts(scheduler=5)},
+                                    "Parts.scheduler is of type int", started)
 
 
 def test_two_names_for_one_path(started):

@@ -112,6 +112,7 @@ def test_a_machine_that_is_elsewhere_is_planned_for():
     assert facts["free_bytes"] == 10**9 and facts["pool_bytes"] < 9 * 10**8 < 10 * facts["pool_bytes"]
     fewer = inspect_model(MODEL, device="cuda", free_bytes=5 * 10**8)
     assert 0 < fewer["num_blocks"] < facts["num_blocks"]
+    assert facts["absent"] == {"compiled": "the device is cuda", "padded": "TrtGptModelType.V1 alone pads steps"}
     assert list(facts["sequences_by_context"]) == ["2048", "1024", "512"]
     assert facts["sequences_by_context"]["2048"] == facts["num_blocks"] // 32
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ....contained_log import log
+from ....errors import counted
 
 STEPS_LOOKED_AT = 8                # steps observed before a trial
 PAIRS_OF_A_TRIAL = 4               # a pair: a step with the current number of threads and a step with the other
@@ -101,8 +102,8 @@ class ThreadGovernor:
             return
         ratio = statistics.median(other) / statistics.median(current)
         if not is_hopeless and ratio < WORTH_A_CHANGE:
-            log.info("steps of about %s tokens now run on at most %s threads, which took %.2f of the time on %s",
-                     f"{rows:,}", decision.trial, ratio, decision.threads)
+            log.info("steps of about %s now run on at most %s, which took %.2f of the time on %s",
+                     counted(rows, "token"), counted(decision.trial, "thread"), ratio, decision.threads)
             decision.threads, decision.interval_s = decision.trial, FIRST_INTERVAL_S
         else:
             decision.interval_s = min(2 * decision.interval_s, LONGEST_INTERVAL_S)
