@@ -68,7 +68,7 @@ FLOORS: dict[str, list[str]] = {
     "worker": ["one_shot_event", *GROUND, *HOST, "interpreter_exit"],
     "engine_info": GROUND,
     "aio": ["arguments", "options", *GROUND, "requests", "responses", "engine_info", "gpt_manager", "interpreter_exit",
-            "one_shot_event", "thread_stack"],
+            "models", "one_shot_event", "thread_stack"],
     "gpt_manager": ["clock", "arguments", "engine_info", *GROUND, *HOST, "build", "custom_parts", "interpreter_exit",
                     "loading_thread", "one_shot_event", "worker", "thread_stack"],
     "arguments": [*GROUND, "loop"],
