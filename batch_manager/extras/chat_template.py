@@ -112,6 +112,12 @@ def compile_templates(folder: str | os.PathLike) -> None:
         folder_template(*files, has_tools=has_tools)
 
 
+def template_text(folder: str | os.PathLike, *, has_tools: bool) -> str:
+    """Return the text of the template that `chat_prompt` uses; "" if there is none. Raises ConfigError."""
+    templates = _templates(folder_files(Path(folder)))
+    return (has_tools and templates.get("tool_use")) or templates.get("default", "")
+
+
 def _quoted(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}"[:LONGEST_QUOTE])
 

@@ -57,6 +57,7 @@ class GuidedDecoding:
     vocab_size   vocabulary size of the model; may be larger than the tokenizer's
     end_id       token that ends an output; must be an end id of each request. The grammar treats other end ids of a
                  request as ordinary tokens
+    more_end_ids   further tokens that are allowed where the output may end; they must be end ids of each request, too
 
     `regex`, `json_schema` and `lark` compile a grammar, which can be slow. Call them where requests are created, not in
     a callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not supported.
@@ -64,7 +65,7 @@ class GuidedDecoding:
     Raises ConfigError if llguidance is not installed, or if the tokens of the tokenizer cannot be decoded one by one.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, end_id: int) -> None:
+    def __init__(self, tokenizer: Any, *, vocab_size: int, end_id: int, more_end_ids: Sequence[int] = ()) -> None:
         try:
             import llguidance
         except ImportError as error:
@@ -82,6 +83,11 @@ class GuidedDecoding:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._sessions: dict[int, _Session] = {}
+        self._end_id, self._more_ends = end_id, None
+        if more := [token for token in more_end_ids if token != end_id and token < vocab_size]:
+            self._more_ends = np.zeros(self._num_words, np.int32)
+            np.bitwise_or.at(self._more_ends.view(np.uint32), np.array(more) // 32,
+                             np.uint32(1) << np.array(more, np.uint32) % np.uint32(32))
 
     def regex(self, pattern: str) -> Grammar:
         """Compile a regular expression that the whole output must match.
@@ -166,7 +172,10 @@ class GuidedDecoding:
             raise InvalidRequestError(f"request {request_id} has {len(beams)} beams", "guided decoding supports one",
                                       "set beam_width to 1")
         _catch_up(session, beams[0])
-        return np.frombuffer(session.matcher.compute_bitmask(), np.int32)[: self._num_words]
+        mask = np.frombuffer(session.matcher.compute_bitmask(), np.int32)[: self._num_words]
+        if self._more_ends is not None and mask[self._end_id // 32] >> self._end_id % 32 & 1:
+            return mask | self._more_ends
+        return mask
 
 
 class _Vocabulary:

@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser.add_argument("--served-model-name", help="the name that clients use (that of the folder or file)")
     parser.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="origins such as "
                         "https://example.org whose pages may call the server from a browser; *: all (none)")
-    parser.add_argument("--keep-alive-seconds", type=int, default=75, help="for idle connections; more than the idle "
-                        "timeout of a proxy in front of the server (75)")
+    parser.add_argument("--keep-alive-seconds", type=int, default=75, help="for idle connections; above a proxy's (75)")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (30)")
+    for name, what in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+        parser.add_argument(name, metavar="NAME", help=f"the model's format of {what}; none: text (the template's)")
     add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
     parser.add_argument("--max-queued-requests", type=int)
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype"):
@@ -40,8 +41,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     models = [given.pop(name) for name in ("positional", "model") if name in given]
     if len(models) != 1:
         parser.error(f"{len(models)} models were given; expected one folder or .gguf file")
-    host, port, drain_s, keep_alive_s = (given.pop(name) for name in ("host", "port", "drain_seconds",
-                                                                      "keep_alive_seconds"))
+    host, port, drain_s, keep_alive_s = map(given.pop, ("host", "port", "drain_seconds", "keep_alive_seconds"))
     if not 0 <= port <= 65535:
         parser.error(f"--port is {port}; expected 0 to 65535; 0 takes any free port")
     if not drain_s >= 0:                             # also refuses nan

@@ -18,6 +18,7 @@ from batch_manager.extras.template_messages import PART_KEYS  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
 MESSAGES = [{"role": "user", "content": "Hello."}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # What each server's own documentation or source states as the default.
 DEFAULTS = {
     "vllm": {
@@ -74,7 +75,7 @@ def test_defaults_of_other_servers_pass(server, is_chat):
     ("no_stop_trim", True), ("regex", "a"), ("stop_regex", "a"), ("lora_path", "x"), ("return_hidden_states", True),
     ("repeat_penalty", 1.1), ("mirostat", 2), ("dry_multiplier", 0.8), ("typical_p", 0.9), ("grammar", "root ::= 'a'"),
     ("json_schema", {}), ("n_predict", 5), ("cache_prompt", False), ("samplers", ["top_k"]), ("xtc_probability", 0.1),
-    ("tools", [{}]), ("tool_choice", "required"), ("verbosity", "low"), ("reasoning_effort", "low"),
+    ("tool_choice", "required"), ("functions", [{}]), ("function_call", "x"), ("verbosity", "low"),
     ("continue_final_message", True), ("chat_template", "x"), ("suffix", "x"),
 ])
 def test_other_values_are_refused_by_name(field, value):
@@ -93,6 +94,8 @@ def test_some_fields_depend_on_the_route():
     assert refusal(True, add_special_tokens=True) == refusal(False, add_special_tokens=False) == "add_special_tokens"
     assert refusal(True, echo=True) == "echo" and read(False, echo=True).echo
     assert refusal(False, chat_template_kwargs={"x": 1}) == "chat_template_kwargs"
+    assert refusal(False, tools=[TOOL]) == "tools" and refusal(False, reasoning_effort="low") == "reasoning_effort"
+    assert read(True, reasoning_effort="low").template_options == {"reasoning_effort": "low"}
 
 
 def test_a_prompt_for_an_answer_is_asked_for_once_or_alike():
@@ -154,14 +157,13 @@ def test_values_without_an_effect_are_logged_once(caplog):
     unread_fields._logged.clear()
     described = {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "schema": {}}}
     for _ in range(2):
-        read(store=False, service_tier="auto", separate_reasoning=False, user="me", metadata={"a": "b"})
+        read(store=False, service_tier="auto", user="me", metadata={"a": "b"})
     assert not caplog.records
     for _ in range(2):
         read(True, **call(function={"name": "f", "arguments": "{bad"}))
-        read(store=True, service_tier="flex", separate_reasoning=True, response_format=described)
+        read(store=True, service_tier="flex", response_format=described)
     told = [re.search(r"value of (.+?) that", record.getMessage())[1] for record in caplog.records]
-    assert told == ["the arguments of a tool call", "response_format.json_schema.description", "store", "service_tier",
-                    "separate_reasoning"]
+    assert told == ["the arguments of a tool call", "response_format.json_schema.description", "store", "service_tier"]
 
 
 def test_every_field_of_openais_api_is_known():
@@ -234,6 +236,46 @@ def test_a_part_of_a_field_is_refused_by_its_name(fields, param):
     assert refusal(True, **fields) == param
 
 
+def choose(choice, tools=(TOOL,), **fields):
+    parsed = read(True, tools=list(tools), tool_choice=choice, **fields).tools
+    return parsed and (list(parsed.schemas), parsed.is_forced, parsed.is_parallel)
+
+
+def test_the_choice_of_a_tool():
+    two = [TOOL, {"type": "function", "function": {"name": "g", "strict": True}}]
+    assert choose(None, two) == (["f", "g"], False, True) and choose("auto", two)[1] is False
+    assert choose("required", two, parallel_tool_calls=False) == (["f", "g"], True, False)
+    assert choose("none", two) is None and choose("none", []) is None and choose(None, []) is None
+    assert choose({"type": "function", "function": {"name": "g"}}, two) == (["g"], True, True)
+    for mode in ("auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "f"}}]}
+        assert choose({"type": "allowed_tools", "allowed_tools": allowed}, two) == (["f"], mode == "required", True)
+    parsed = read(True, tools=two).tools
+    assert parsed.strict == {"g"} and parsed.given == two
+    assert parsed.schemas["g"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert choose(None, [{"type": "function", "function": {"name": "n" * 256}}])[0] == ["n" * 256]
+
+
+@pytest.mark.parametrize("fields, param", [
+    ({"tools": [5]}, "tools[0]"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    *(({"tools": [{"function": {"name": name}}]}, "tools[0].function.name") for name in ("", "a b", "n" * 257, None)),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+    ({"tools": [{**TOOL, "x": 1}]}, "tools[0].x"),
+    ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [TOOL], "min_tokens": 5}, "min_tokens"), ({"tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
+    ({"reasoning_format": "x"}, "reasoning_format"), ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+])
+def test_tools_are_refused_by_the_name_of_their_part(fields, param):
+    assert refusal(True, **fields) == param
+
+
 def test_messages_reach_the_template_with_all_their_keys():
     messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
                                              {"type": "text", "text": "b"}], "name": "Ann"},
@@ -256,6 +298,9 @@ def test_the_page_lists_what_the_code_reads(monkeypatch):
     read(True, response_format=schema, **part(), logprobs=True)
     read(True, **call(function={"name": "f"}))
     read(True, messages=[{"role": "assistant", "function_call": {"name": "f"}}])
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
+    for choice in (allowed, {"type": "function", "function": {"name": "f"}}):
+        read(True, tools=[TOOL], tool_choice=choice)
     page = PAGE.read_text(encoding="utf-8")
     rows = page.partition("### Fields of objects in a body")[2].partition("\n###")[0]
     assert sorted(re.findall(r"`([a-z_\[\].]+\.[a-z_\[\].]+)`", rows)) == sorted(name for name in taken if "." in name)

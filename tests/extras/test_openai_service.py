@@ -774,7 +774,7 @@ def test_an_answer_does_not_keep_the_objects_of_its_body(fields, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ more }}")
 
     async def test(service):
-        service._grammar = lambda schema: None       # the scripted model has no end id
+        service._held_calls.compiled = lambda parsed: None       # the scripted model has no end id
         answer = await service.accept(b"{%s}" % fields.encode(), True)
 
         def kept():

@@ -25,6 +25,7 @@ from ...aio import AsyncEngine
 from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ..prometheus import CONTENT_TYPE, PrometheusStatistics
+from ..tool_calls.model_formats import AUTO, check_format_names
 from .errors import OpenAIError
 from .responses import answer_to, error_response, json_response
 from .service import OpenAIService
@@ -39,16 +40,20 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
-             allowed_origins: Sequence[str] = (), **params: Any) -> Starlette:
+             allowed_origins: Sequence[str] = (), tool_call_parser: str = AUTO, reasoning_parser: str = AUTO,
+             **params: Any) -> Starlette:
     """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     model              folder with a tokenizer, or a `.gguf` file
     served_model_name  name that clients use; None: the name of the folder or file
     allowed_origins    origins such as `https://example.org` whose pages may call the server from a browser; `*`: all
+    tool_call_parser, reasoning_parser   names of the formats in which the model writes tool calls and reasoning;
+                       `auto`: those of its chat template; `none`: no calls, and reasoning in the text
     params             fields of TrtGptModelOptionalParams
 
-    Raises ConfigError for an origin that is none, and for an empty name.
+    Raises ConfigError for an origin that is none, for an empty name, and for the name of an unknown format.
     """
+    check_format_names(tool_call_parser, reasoning_parser)
     if served_model_name == "":
         raise ConfigError("served_model_name is empty", "expected the name that clients use",
                           "leave it out to use the name of the folder or file")
@@ -64,7 +69,9 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
             model, return_batch_manager_stats_cb=statistics, takes_all=True,
             optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
         try:
-            service = app.state.service = OpenAIService(engine, model, names, observe=statistics.observe)
+            service = app.state.service = OpenAIService(
+                engine, model, names, observe=statistics.observe, tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser)
             service.prepare()
             sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
             gc.collect()                         # a later run of the garbage collector stops all streams, and need not

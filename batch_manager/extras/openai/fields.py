@@ -7,6 +7,7 @@ from ..sampling import Sampling
 from .errors import refused
 from .json_object import JsonObject, parsed_json
 from .messages import read_messages
+from .tools import ToolChoice, read_tools
 from .unread_fields import log_once
 
 MOST_TEXTS = 1024
@@ -24,6 +25,11 @@ class ParsedBody:
     count            outputs per prompt
     generates        whether to return generated tokens; False: only the prompt, because max_tokens is 0 and echo is set
     response_format  JSON schema that the output must match, or None
+    tools            the tools that the output may call, or None
+    has_reasoning    whether the answer has reasoning apart from the text
+    max_thinking_tokens   most tokens of reasoning, or None
+    prompt_end       the last characters of a chat's prompt, which may open the reasoning
+    has_events       whether the answer is made of events, whatever else the request asks for
     """
 
     is_chat: bool
@@ -39,11 +45,20 @@ class ParsedBody:
     generates: bool = True
     response_format: dict[str, Any] | bool | None = None
     template_options: dict[str, Any] = field(default_factory=dict)
+    tools: ToolChoice | None = None
+    has_reasoning: bool = True
+    max_thinking_tokens: int | None = None
+    prompt_end: str = ""
+    has_events: bool = False
 
 
 def read_body(body: bytes, is_chat: bool) -> ParsedBody:
     """Parse and validate a request body. Raises OpenAIError."""
-    fields = JsonObject(parsed_json(body))
+    return read_fields(JsonObject(parsed_json(body)), is_chat)
+
+
+def read_fields(fields: JsonObject, is_chat: bool) -> ParsedBody:
+    """Validate the fields of a body. Raises OpenAIError."""
     prompts = [read_messages(fields)] if is_chat else _prompts(fields)
     parsed = ParsedBody(is_chat, fields.take("model", str), prompts, Sampling())
     parsed.count = fields.count("n", 1, least=1, most=MOST_TEXTS)
@@ -67,6 +82,7 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
             raise refused(name, "chat_template_kwargs has another value of it; expected the same; omit one of them")
         if begins_answer is False:
             parsed.template_options = {**parsed.template_options, name: False}
+        _tools_and_reasoning(fields, parsed)
     else:
         top_log_probs = _log_probs_of_a_completion(fields)
         log_probs = top_log_probs is not None
@@ -80,13 +96,14 @@ def read_body(body: bytes, is_chat: bool) -> ParsedBody:
     min_tokens = fields.count("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens and parsed.generates:
         raise refused("min_tokens", f"got {min_tokens}; expected at most max_tokens, which is {max_tokens}")
-    if min_tokens and parsed.response_format is not None:
-        raise refused("min_tokens", f"got {min_tokens}; expected 0 with response_format, whose output ends when the "
-                                    "schema is complete")
+    held = "response_format" if parsed.response_format is not None else "tools" if parsed.tools is not None else ""
+    if min_tokens and held:
+        raise refused("min_tokens", f"got {min_tokens}; expected 0 with {held}, whose output ends when the schema is "
+                                    "complete")
     ignore_eos = fields.take("ignore_eos", bool, False)
-    if ignore_eos and parsed.response_format is not None:
-        raise refused("ignore_eos", "got true; expected false with response_format, whose output ends with an end "
-                                    "token when the schema is complete")
+    if ignore_eos and held:
+        raise refused("ignore_eos", f"got true; expected false with {held}, whose output ends with an end token when "
+                                    "the schema is complete")
     parsed.sampling = Sampling(
         max_tokens=max_tokens, temperature=fields.number("temperature", 1.0), top_p=fields.number("top_p", 1.0),
         top_k=fields.count("top_k", 0, least=-1), min_p=fields.number("min_p", 0.0), seed=_seed(fields),
@@ -110,6 +127,17 @@ def _prompts(fields: JsonObject) -> list[Any]:
     if not prompt or len(prompt) > MOST_TEXTS:
         raise refused("prompt", f"got {len(prompt)} prompts; expected 1 to {MOST_TEXTS}")
     return [each if type(each) is str else _token_ids("prompt", each) for each in prompt]
+
+
+def _tools_and_reasoning(fields: JsonObject, parsed: ParsedBody) -> None:
+    parsed.tools = read_tools(fields)
+    parsed.has_reasoning = fields.take("separate_reasoning", bool, True)
+    if (form := fields.take("reasoning_format", str, "auto")) not in ("none", "auto", "deepseek"):
+        raise refused("reasoning_format", f"got {form[:64]!r}; expected none, auto or deepseek")
+    parsed.has_reasoning &= form != "none"
+    parsed.max_thinking_tokens = fields.count("max_thinking_tokens", fields.count("thinking_token_budget", None))
+    if (effort := fields.take("reasoning_effort", str)) is not None:
+        parsed.template_options = {"reasoning_effort": effort, **parsed.template_options}
 
 
 def _token_ids(name: str, tokens: Any) -> list[int]:

@@ -15,7 +15,7 @@ import orjson
 from ...aio import AsyncEngine, RequestFailed, Stream
 from ...aio.mailbox import Delta
 from ...contained_log import log
-from ...errors import BatchManagerError, ConfigError, InvalidRequestError
+from ...errors import BatchManagerError, ConfigError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
@@ -24,11 +24,14 @@ from ..generated_text import GeneratedText
 from ..sampling import check_end_ids
 from ..token_bytes import SpelledPositions, TokenPositions
 from ..tokenizer import TooManyTokens, encode, load_tokenizer
+from ..tool_calls.model_formats import AUTO, ModelFormats
+from ..tool_calls.output import Collected, ParsedOutput
 from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused, without_paths
 from .fields import WORD, ParsedBody, read_body
+from .held_calls import HeldCalls
 from .prompt_log_probs import prompt_log_probs
-from .shapes import DONE, Shapes, WholeLogProbs, usage
+from .shapes import DONE, Shapes, WholeLogProbs, finish_reason, message_of, usage
 from .token_names import TokenNames
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
@@ -37,6 +40,7 @@ FEW_OUTPUTS = 8     # preparing more may delay them, too
 MANY_TOKENS = 1000  # of an answer, whose log-probabilities may have taken megabytes
 SECONDS_AT_ONCE, SECONDS_OF_A_PAUSE = 0.002, 0.0001     # of long work in a thread
 PROMPT_TOKENS_AT_ONCE = 256      # in an event with log-probabilities; more would take milliseconds to serialize
+LONGEST_OPENING = 256            # characters of a prompt's end; the opening of reasoning is shorter
 CONTEXT_LOGITS = RESPONSE_TENSORS.index("context_logits")
 _Item = TypeVar("_Item")
 
@@ -49,6 +53,8 @@ class OpenAIService:
     names       model names that clients may use. If a body names no model, its answer contains the first name. Empty:
                 the name of the folder
     tokenizer   a tokenizer of `tokenizers` or transformers; None: the tokenizer in the folder
+    tool_call_parser, reasoning_parser   names of formats; `auto`: those of the chat template; `none`: no calls, and
+                reasoning in the text
     observe     called with the PerfMetrics and the number of output tokens of each finished request, as for
                 PrometheusStatistics.observe; not called for an output that a stop string ended; None: no calls
 
@@ -60,7 +66,8 @@ class OpenAIService:
     """
 
     def __init__(self, engine: AsyncEngine, folder: str | os.PathLike, names: Sequence[str] = (),
-                 tokenizer: Any = None, observe: Callable[[PerfMetrics, int], None] | None = None) -> None:
+                 tokenizer: Any = None, observe: Callable[[PerfMetrics, int], None] | None = None, *,
+                 tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         self.engine, self.folder, self.observe = engine, os.fspath(folder), observe
         self.names = list(names) or [os.path.basename(os.path.abspath(self.folder))]
         self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
@@ -71,7 +78,9 @@ class OpenAIService:
         self.is_draining = self.has_freed_much = False
         self._started = int(time())
         self._ids = list(range(engine.info.vocab_size))
+        self.formats = ModelFormats(folder, self.tokenizer, tool_call_parser, reasoning_parser)
         self._guided: Any = None
+        self._held_calls = HeldCalls(self.formats, self._guided_decoding if engine.info.end_ids else None)
 
     def prepare(self) -> None:
         """Import and compile what requests with messages or a response_format need.
@@ -79,7 +88,7 @@ class OpenAIService:
         Without this call, their first request does it, and may delay other requests' tokens. What is not installed, or
         missing in the folder, is skipped.
         """
-        for part in (partial(compile_templates, self.folder), partial(self._grammar, {"type": "object"})):
+        for part in (partial(compile_templates, self.folder), self._warm_up):
             with contextlib.suppress(BatchManagerError, OpenAIError):
                 part()
 
@@ -99,9 +108,11 @@ class OpenAIService:
             else:
                 parsed, prompts = self._read(body, is_chat)
             grammar = None
-            if parsed.response_format is not None:
-                grammar = await asyncio.to_thread(self._grammar, parsed.response_format)
-                parsed.response_format = True    # a schema may be megabytes of small objects
+            if parsed.response_format is not None or parsed.tools is not None:
+                grammar = await asyncio.to_thread(self._held_calls.compiled, parsed)
+                parsed.response_format = None    # a schema may be megabytes of small objects
+                if parsed.tools is not None:
+                    parsed.tools.given = []
             is_long = is_long or parsed.count * len(prompts) > FEW_OUTPUTS
             make = partial(Answer, self, parsed, prompts, grammar, arrived, is_long)
             return await asyncio.to_thread(make) if is_long else make()
@@ -168,7 +179,8 @@ class OpenAIService:
 
     def _prompt_ids(self, parsed: ParsedBody, prompt: Any) -> list[int]:
         if parsed.is_chat:
-            text = chat_prompt(self.folder, prompt, **parsed.template_options)
+            text = chat_prompt(self.folder, prompt, self._tools_of(parsed), **parsed.template_options)
+            parsed.prompt_end = text[-LONGEST_OPENING:]
             return self._encoded(text, "messages", add_special_tokens=False)
         if isinstance(prompt, str):
             return self._encoded(prompt, "prompt")
@@ -180,6 +192,17 @@ class OpenAIService:
                               f"vocabulary of {vocab_size:,}; check that the tokenizer belongs to this model", "prompt",
                               "invalid_request")
         return prompt
+
+    def _tools_of(self, parsed: ParsedBody) -> list[dict[str, Any]] | None:
+        if parsed.max_thinking_tokens is not None and self.formats.reasoning is None:
+            raise refused("max_thinking_tokens", "the chat template has no known format of reasoning; leave it out, or "
+                                                 "let the server's operator name the format with --reasoning-parser")
+        if parsed.tools is None:
+            return None
+        if self.formats.calls is None:
+            raise refused("tools", "the chat template has no known format of tool calls; leave them out, or let the "
+                                   "server's operator name the format with --tool-call-parser")
+        return parsed.tools.given
 
     @property
     def _room(self) -> int:
@@ -197,24 +220,17 @@ class OpenAIService:
         return OpenAIError(400, f"{param}: got {got} tokens; expected at most {self._room:,}, so that one more fits "
                            "into the context", param, "context_length_exceeded")
 
-    def _grammar(self, schema: dict[str, Any] | bool) -> Any:
-        """Compile a JSON schema. Slow: call it in a thread."""
+    def _warm_up(self) -> None:
+        if self.engine.info.end_ids:
+            self._guided_decoding().json_schema({"type": "object"})
+
+    def _guided_decoding(self) -> Any:
         info = self.engine.info
-        if not info.end_ids:
-            raise refused("response_format", "the model has no end id, so constrained output cannot end; "
-                                             "omit the field")
         if self._guided is None:
             from ..guided_decoding import GuidedDecoding
-            self._guided = GuidedDecoding(self.tokenizer, vocab_size=info.vocab_size, end_id=info.end_ids[0])
-        try:
-            text = orjson.dumps(schema).decode()
-        except TypeError:
-            raise refused("response_format", "the schema is nested more than 254 deep; make it flatter") from None
-        try:
-            return self._guided, self._guided.json_schema(text)
-        except InvalidRequestError as error:
-            raise OpenAIError(400, f"response_format: {without_paths(str(error), given=text)}",
-                              "response_format", error.code.value.lower()) from None
+            self._guided = GuidedDecoding(self.tokenizer, vocab_size=info.vocab_size, end_id=info.end_ids[0],
+                                          more_end_ids=info.end_ids[1:])
+        return self._guided
 
 
 class _Choice:
@@ -222,19 +238,21 @@ class _Choice:
 
     waits_for_prompt   whether the client requested log-probabilities of the prompt, and they have not arrived yet
     prompt             log-probabilities of the prompt that have arrived and have not been sent; None: there are none
+    text               collects the output. ParsedOutput: `add` returns events
     """
 
     __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "positions",
                  "metrics", "observe")
 
-    def __init__(self, index: int, stream: Stream, text: GeneratedText, prompt_ids: list[int], waits_for_prompt: bool,
-                 positions: TokenPositions | None, observe: Callable[[PerfMetrics, int], None] | None) -> None:
+    def __init__(self, index: int, stream: Stream, text: GeneratedText | ParsedOutput, prompt_ids: list[int],
+                 waits_for_prompt: bool, positions: TokenPositions | None,
+                 observe: Callable[[PerfMetrics, int], None] | None) -> None:
         self.index, self.stream, self.text, self.positions, self.observe = index, stream, text, positions, observe
         self.prompt_ids, self.waits_for_prompt, self.prompt = prompt_ids, waits_for_prompt, None
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the last delta; never after a stop string
 
-    def add(self, delta: Delta) -> str:
+    def add(self, delta: Delta) -> Any:
         if self.first_token is None:
             self.first_token = monotonic()
         piece, self.metrics = self.text.add(delta), delta.metrics
@@ -249,6 +267,11 @@ class _Choice:
     @property
     def is_over(self) -> bool:
         return self.text.finish_reason is not FinishReason.NOT_FINISHED
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's name of the finish reason."""
+        return finish_reason(self.text.finish_reason, isinstance(self.text, ParsedOutput) and self.text.has_calls)
 
 
 class Answer:
@@ -275,7 +298,9 @@ class Answer:
         if parsed.echo:
             self._echoes = list(map(self._text_of, parsed.prompts, prompts))
         outputs = range(parsed.count * len(prompts))
-        texts: list[GeneratedText] = []
+        texts: list[GeneratedText | ParsedOutput] = []
+        self._is_parsed = parsed.is_chat and (parsed.tools is not None or parsed.has_events or (
+            parsed.has_reasoning and service.formats.reasoning is not None))
 
         def requests() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             for index in with_pauses(outputs) if is_large else outputs:
@@ -314,7 +339,7 @@ class Answer:
                 read.cancel()
             self.cancel()
         return self._shapes.whole(
-            [(text, log_probs, choice.text.finish_reason)
+            [(message_of(text) if isinstance(text, Collected) else text, log_probs, choice.reason)
              for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self._usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -338,12 +363,12 @@ class Answer:
     # ---------------------------------------------------------------- inside
 
     def _request(self, prompt_ids: list[int], copy: int,
-                 grammar: Any) -> tuple[dict[str, Any], dict[str, Any], GeneratedText]:
+                 grammar: Any) -> tuple[dict[str, Any], dict[str, Any], GeneratedText | ParsedOutput]:
         """Return the tensors and options of the request for one output, and the object that collects the output."""
         sampling, engine = self._sampling, self._service.engine
         if copy and sampling.seed is not None:
             sampling = replace(sampling, seed=(sampling.seed + copy) & WORD)
-        options = {} if grammar is None else {"logits_post_processor": grammar[0].processor(grammar[1])}
+        options = self._post_processor(prompt_ids, grammar)
         tensors = {**sampling.tensors(prompt_ids, engine.info), "return_perf_metrics": True}
         if self._bias is not None:
             tensors["embedding_bias"] = self._bias
@@ -357,11 +382,36 @@ class Answer:
                 ends = tensors.pop("end_id", [])
         if ends:
             tensors["stop_words_list"] = [[end] for end in ends]
-        text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
+        if self._is_parsed:
+            text = self._parsed_output(prompt_ids)
+        else:
+            text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
         options |= {"priority": sampling.priority, "arrival_time": self._arrived}
         return tensors, options, text
 
-    async def _whole_text(self, choice: _Choice) -> tuple[str, bytes]:
+    def _parsed_output(self, prompt_ids: list[int]) -> ParsedOutput:
+        parsed, tools = self._parsed, self._parsed.tools
+        return self._service.formats.output(
+            parsed.prompt_end, prompt_ids, parsed.sampling.stop, None if tools is None else tools.schemas,
+            1 if tools is not None and not tools.is_parallel else None, parsed.has_reasoning)
+
+    def _post_processor(self, prompt_ids: list[int], grammar: Any) -> dict[str, Any]:
+        """Return the option with the request's logits post-processor; empty: it has none."""
+        held = None if grammar is None else grammar[0].processor(grammar[1])
+        if (most := self._parsed.max_thinking_tokens) is None:
+            return {} if held is None else {"logits_post_processor": held}
+        from ..tool_calls.thinking import ThinkingBudget
+
+        budget = ThinkingBudget(self._service.tokenizer, self._service.formats.reasoning, most,
+                                self._parsed_output(prompt_ids))
+        if held is None:
+            return {"logits_post_processor": budget}
+
+        def both(number: int, logits: Any, beams: list[list[int]]) -> Any:
+            return budget(number, held(number, logits, beams), beams)
+        return {"logits_post_processor": both}
+
+    async def _whole_text(self, choice: _Choice) -> tuple[str | Collected, bytes]:
         """Read the stream of an output to its end or to a stop string. Return its text and log-probabilities.
 
         If the request asks for an echo, the text begins with that of the prompt.
@@ -371,13 +421,19 @@ class Answer:
         if self._parsed.sampling.log_probs:
             log_probs = WholeLogProbs()
             log_probs.add(self._shapes.log_probs((), (), (), choice.positions))
+        output = Collected()
         async for delta in choice.stream:
-            pieces.append(await self._piece(choice, delta))
+            if self._is_parsed:
+                output.add(choice.add(delta))
+            else:
+                pieces.append(await self._piece(choice, delta))
             async for part in self._log_probs(choice, delta):
                 log_probs.add(part)
             if choice.is_over:
                 break
-        return "".join(pieces), b"null" if log_probs is None else log_probs.json()
+        output.finish()
+        text = output if self._is_parsed else "".join(pieces)
+        return text, b"null" if log_probs is None else log_probs.json()
 
     async def _events(self) -> AsyncIterator[bytes]:
         if len(self._choices) == 1:
@@ -399,13 +455,20 @@ class Answer:
                     yield shapes.role(index, used)
                 elif echo:
                     yield shapes.chunk(index, echo, None, used)
-            piece = await self._piece(choice, delta)
+            piece = choice.add(delta) if self._is_parsed else await self._piece(choice, delta)
             log_probs = None
             async for part in self._log_probs(choice, delta):
                 if log_probs is not None:
                     yield shapes.chunk(index, "", log_probs, self._usage() if with_usage else None)
                 log_probs = part
             used = self._usage() if with_usage else None
+            if self._is_parsed:
+                if chunks := shapes.events(index, piece, log_probs, used):
+                    yield chunks
+                if choice.is_over:
+                    yield shapes.end(index, choice.reason, used)
+                    return
+                continue
             if choice.is_over:
                 yield shapes.last(index, piece, log_probs, choice.text.finish_reason, used)
                 return
@@ -455,7 +518,8 @@ class Answer:
         """
         all_metrics = [choice.metrics for choice in self._choices[:: self._parsed.count]]
         cached = None if None in all_metrics else sum(metrics.cached_tokens for metrics in all_metrics)
-        return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices), cached)
+        reasoning = sum(choice.text.reasoning_tokens for choice in self._choices) if self._is_parsed else None
+        return usage(self._prompt_tokens, sum(len(choice.text.tokens) for choice in self._choices), cached, reasoning)
 
     def _timings(self) -> dict[str, float | None] | None:
         if not self._parsed.with_timings:

@@ -7,6 +7,8 @@ import orjson
 
 from ...names import FinishReason
 from ..token_bytes import SpelledPositions, TokenPositions
+from ..tool_calls.output import Collected
+from ..tool_calls.parser import ARGUMENTS, BEGINS, REASONING, TEXT, Event
 from .token_names import TokenNames
 
 DONE = b"data: [DONE]\n\n"
@@ -14,9 +16,33 @@ LEAST_LOG_PROB = -9999.0     # OpenAI's value for an impossible token; JSON has 
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.NOT_FINISHED: None}
 
 
-def finish_reason(reason: FinishReason) -> str | None:
+def finish_reason(reason: FinishReason, has_calls: bool = False) -> str | None:
     """Return OpenAI's name of a finish reason."""
-    return _REASONS.get(reason, "stop")
+    return _REASONS.get(reason, "tool_calls" if has_calls else "stop")
+
+
+def delta_of(event: Event) -> dict[str, Any] | None:
+    """Return the `delta` of a chunk with an event; None: it has none."""
+    if event.kind == TEXT:
+        return {"content": event.text}
+    if event.kind == REASONING:
+        return {"reasoning_content": event.text, "reasoning": event.text}
+    if event.kind == BEGINS:
+        function = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.call, "id": event.identity, "type": "function", "function": function}]}
+    if event.kind == ARGUMENTS:
+        return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
+    return None
+
+
+def message_of(output: Collected) -> dict[str, Any]:
+    """Return the message of a chat's whole output. Its content is null if it has calls and no text."""
+    message: dict[str, Any] = {"role": "assistant", "content": output.text or (None if output.calls else "")}
+    if reasoning := output.reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if output.calls:
+        message["tool_calls"] = [call.message() for call in output.calls]
+    return message
 
 
 class Shapes:
@@ -47,35 +73,53 @@ class Shapes:
         return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._after_text,
                          b"null" if log_probs is None else orjson.dumps(log_probs), self._end(b"null", usage)))
 
+    def events(self, index: int, events: Sequence[Event], log_probs: dict[str, Any] | None,
+               usage: dict[str, Any] | None) -> bytes:
+        """Return the chunks of events, one each; the first one has the log-probabilities."""
+        deltas = [delta for event in events if (delta := delta_of(event)) is not None]
+        if log_probs is not None and not deltas:
+            deltas = [{"content": ""}]
+        parts = []
+        for delta in deltas:
+            parts += (self._start, b'%d,"delta":' % index, orjson.dumps(delta), b',"logprobs":',
+                      b"null" if log_probs is None else orjson.dumps(log_probs), self._end(b"null", usage))
+            log_probs = None
+        return b"".join(parts)
+
+    def end(self, index: int, reason: str | None, usage: dict[str, Any] | None) -> bytes:
+        """Return the chunk with the finish reason of a chat's output."""
+        return self._start + b'%d,"delta":{},"logprobs":null' % index + self._end(orjson.dumps(reason), usage)
+
     def last(self, index: int, text: str, log_probs: dict[str, Any] | None, reason: FinishReason,
              usage: dict[str, Any] | None) -> bytes:
         """Return the end of a streamed output: its last text and its finish reason.
 
         A chat gets two chunks, one with `text` and one with the finish reason. Other outputs get one chunk with both.
         """
-        reason_json = orjson.dumps(finish_reason(reason))
         if self._is_chat:
             before = self.chunk(index, text, log_probs, usage) if text or log_probs else b""
-            return before + self._start + b'%d,"delta":{},"logprobs":null' % index + self._end(reason_json, usage)
+            return before + self.end(index, finish_reason(reason), usage)
         return b"".join((self._start, b"%d" % index, self._text, orjson.dumps(text), self._after_text,
-                         b"null" if log_probs is None else orjson.dumps(log_probs), self._end(reason_json, usage)))
+                         b"null" if log_probs is None else orjson.dumps(log_probs),
+                         self._end(orjson.dumps(finish_reason(reason)), usage)))
 
     def usage(self, usage: dict[str, Any] | None, timings: dict[str, float | None] | None) -> bytes:
         """Return the chunk with usage and timings, which follows the last chunks of all outputs."""
         more = {"usage": usage} if timings is None else {"usage": usage, "timings": timings}
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
-    def whole(self, texts: Sequence[tuple[str, bytes, FinishReason]], usage: dict[str, Any],
+    def whole(self, texts: Sequence[tuple[str | dict[str, Any], bytes, str | None]], usage: dict[str, Any],
               timings: dict[str, float | None] | None) -> bytes:
         """Return the body of a non-streaming answer.
 
-        texts   (text, JSON of its log-probabilities, finish reason) of each output
+        texts   (text or message, JSON of its log-probabilities, finish reason) of each output
         """
-        before, after = (b'"message":{"role":"assistant","content":', b"}") if self._is_chat else (b'"text":', b"")
+        before = b'"message":' if self._is_chat else b'"text":'
         parts = [orjson.dumps(self._head)[:-1], b',"choices":[']
         for index, (text, log_probs, reason) in enumerate(texts):
-            parts += (b'%s{"index":%d,' % (b"," if index else b"", index), before, orjson.dumps(text), after,
-                      b',"logprobs":', log_probs, b',"finish_reason":', orjson.dumps(finish_reason(reason)), b"}")
+            text = {"role": "assistant", "content": text} if self._is_chat and isinstance(text, str) else text
+            parts += (b'%s{"index":%d,' % (b"," if index else b"", index), before, orjson.dumps(text),
+                      b',"logprobs":', log_probs, b',"finish_reason":', orjson.dumps(reason), b"}")
         more = {} if timings is None else {"timings": timings}
         return b"".join((*parts, b"],", orjson.dumps({"usage": usage, **more})[1:]))
 
@@ -146,10 +190,13 @@ class WholeLogProbs:
         return b"{%s}" % b",".join(parts)
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    """Return OpenAI's usage object. `cached_tokens` is None if unknown."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None,
+          reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's usage object. `cached_tokens` and `reasoning_tokens` are None if unknown."""
     counts: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
                               "total_tokens": prompt_tokens + completion_tokens}
     if cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    if reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     return counts

@@ -23,11 +23,10 @@ LOGGED: dict[str, tuple[list[Any], str]] = {
     "service_tier": (["auto", "default"], "there is one tier; use priority"),
     "prompt_cache_retention": ([], "blocks stay in the cache until others need the room"),
     "prompt_cache_options": ([], "every prompt uses the cache"),
-    "separate_reasoning": ([False], "reasoning stays in the text"),
-    "reasoning_format": (["none", "auto"], "reasoning stays in the text"),
 }
 
-_NO_TOOLS = "tool calls are not supported"
+_OLD_TOOLS = "this older form is not supported; use tools and tool_choice"
+_FOR_CHATS = "it is for chats"
 _TEXT_ONLY = "this server generates text only"
 _USE_RESPONSE_FORMAT = "not supported; use response_format with a JSON schema"
 _NO_BEAMS = "beam search is not supported"
@@ -40,13 +39,11 @@ _TO_TEMPLATE = "pass it in chat_template_kwargs, if the model's template uses it
 NOT_BUILT: dict[str, tuple[Any, str]] = {
     # OpenAI
     "suffix": ([""], "insertion before a suffix is not supported; leave it out"),
-    "tools": ([[]], _NO_TOOLS), "tool_choice": (["none", "auto"], _NO_TOOLS),
-    "parallel_tool_calls": (ANY, ""),
-    "functions": ([[]], _NO_TOOLS), "function_call": (["none", "auto"], _NO_TOOLS),
+    "functions": ([[]], _OLD_TOOLS), "function_call": (["none", "auto"], _OLD_TOOLS),
     "modalities": ([["text"]], _TEXT_ONLY), "audio": ([], _TEXT_ONLY),
     "prediction": ([], "predicted outputs are not supported"), "moderation": ([], "outputs are not moderated"),
     "web_search_options": ([], "web search is not supported"),
-    "reasoning_effort": ([], _TO_TEMPLATE), "verbosity": (["medium"], _TO_TEMPLATE),
+    "verbosity": (["medium"], _TO_TEMPLATE),
     # vLLM
     "use_beam_search": ([False], _NO_BEAMS), "length_penalty": ([1], _NO_BEAMS), "early_stopping": ([False], _NO_BEAMS),
     "skip_special_tokens": ([True], "the text has no special tokens"),
@@ -58,8 +55,8 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "logprob_token_ids": ([], _NOT_IN_ANSWERS),
     "allowed_token_ids": ([], "not supported; use logit_bias"), "bad_words": ([[]], "not supported; use logit_bias"),
     "logits_processors": ([[]], "requests cannot bring code"),
-    "thinking_token_budget": ([], "reasoning has no budget of its own"), "watermarking": ([False], _NOT_A_SAMPLER),
-    "include_reasoning": ([True], "reasoning stays in the text"),
+    "watermarking": ([False], _NOT_A_SAMPLER),
+    "include_reasoning": ([True], "reasoning is part of the answer"),
     "continue_final_message": ([False], "the last message is not continued"),
     "documents": ([], _TO_TEMPLATE), "chat_template": ([], "the server uses the model's own template"),
     "media_io_kwargs": ([{}], _TEXT_ONLY), "mm_processor_kwargs": ([{}], _TEXT_ONLY),
@@ -80,7 +77,7 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "regex": ([], _USE_RESPONSE_FORMAT), "ebnf": ([], _USE_RESPONSE_FORMAT), "stop_regex": ([], "use stop"),
     "no_stop_trim": ([False], "a stop string is not part of the text"),
     "lora_path": ([], "there are no adapters"), "session_params": ([], "there are no sessions"),
-    "stream_reasoning": ([True], "reasoning is streamed as text"),
+    "stream_reasoning": ([True], "reasoning is streamed"),
     "return_hidden_states": ([False], _NOT_IN_ANSWERS), "return_routed_experts": ([False], _NOT_IN_ANSWERS),
     "routed_experts_start_len": (ANY, ""), "return_meta_info": ([False], _NOT_IN_ANSWERS),
     "return_cached_tokens_details": ([False], "usage has prompt_tokens_details.cached_tokens"),
@@ -107,8 +104,8 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "grammar": ([""], _USE_RESPONSE_FORMAT), "json_schema": ([], _USE_RESPONSE_FORMAT),
     "grammar_lazy": (ANY, ""), "grammar_triggers": (ANY, ""), "preserved_tokens": (ANY, ""),
     "lora": ([[]], "there are no adapters"), "image_data": ([[]], _TEXT_ONLY), "parse_tool_calls": (ANY, ""),
-    "reasoning_budget_tokens": ([-1], "reasoning has no budget of its own"),
-    "reasoning_control": ([False], "reasoning has no budget of its own"),
+    "reasoning_budget_tokens": ([-1], "use max_thinking_tokens"),
+    "reasoning_control": ([False], "use max_thinking_tokens"),
     "thinking_forced_open": ([False], _TO_TEMPLATE), "timings_per_token": ([False], "use return_timings"),
     "return_tokens": ([False], _NOT_IN_ANSWERS), "return_progress": ([False], _NOT_IN_ANSWERS),
     "response_fields": ([[]], _NOT_IN_ANSWERS), "verbose": ([False], _NOT_IN_ANSWERS),
@@ -120,7 +117,11 @@ OF_CHATS: dict[str, tuple[Any, str]] = {
 }
 OF_COMPLETIONS: dict[str, tuple[Any, str]] = {
     "add_special_tokens": ([True], "the tokenizer inserts its special tokens; pass token ids to have none"),
-    "add_generation_prompt": ([True], "it is for chats"), "chat_template_kwargs": ([{}], "it is for chats"),
+    "add_generation_prompt": ([True], _FOR_CHATS), "chat_template_kwargs": ([{}], _FOR_CHATS),
+    "tools": ([[]], _FOR_CHATS), "tool_choice": (["none", "auto"], _FOR_CHATS), "parallel_tool_calls": (ANY, ""),
+    "reasoning_effort": ([], _FOR_CHATS), "max_thinking_tokens": ([], _FOR_CHATS),
+    "thinking_token_budget": ([], _FOR_CHATS), "separate_reasoning": ([True, False], _FOR_CHATS),
+    "reasoning_format": (["none", "auto"], _FOR_CHATS),
 }
 
 _logged: set[str] = set()

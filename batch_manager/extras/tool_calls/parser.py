@@ -114,7 +114,8 @@ class CallParser:
         if self._name is not None:
             self._emit_end()
         elif isinstance(state, Until) and state.sink in (TEXT, REASONING):
-            self._sink(state, held)
+            if not (self._count and self._skips_blank):      # otherwise, the end of the call is cut off
+                self._sink(state, held)
         elif isinstance(state, Until) and state.sink == HEADER:
             pass                                 # a header without a message
         else:
@@ -126,6 +127,12 @@ class CallParser:
     @property
     def is_reasoning(self) -> bool:
         return self._kind_of_state == REASONING
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may begin, or end, with the next characters."""
+        return self._kind_of_state == REASONING or self._state is self._states["begin"].state or (
+            "header" in self._states)
 
     # ---------------------------------------------------------------- events
 

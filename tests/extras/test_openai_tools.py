@@ -1,0 +1,272 @@
+"""Tool calls and reasoning in answers of the OpenAI service, with a scripted model."""
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+pytest.importorskip("llguidance")
+pytest.importorskip("torch")
+
+from batch_manager import ConfigError  # noqa: E402
+from batch_manager.extras.openai import OpenAIError  # noqa: E402
+from batch_manager.extras.openai.application import make_app  # noqa: E402
+from tests.extras.calling_model import TEMPLATE, chunks, folder_of, joined, run, whole  # noqa: E402
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+        "additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+def call(name="get_weather", **arguments):
+    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)}\n</tool_call>'
+
+
+def without_ids(message):
+    """Return the message with its calls' ids checked and removed."""
+    ids = [each.pop("id") for each in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids) and all(each.startswith("call_") for each in ids)
+    return message
+
+
+def called(message):
+    return [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message["tool_calls"]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("models"))
+
+
+def test_a_stream_of_calls_is_the_whole_in_pieces(folder):
+    text = "<think>So 😀.</think>\n\nLet me see. " + call(city="Köln 😀") + "\n" + call("get_time")
+
+    async def test(service, caller):
+        body = {"tools": [WEATHER, TIME]}
+        one, parts = await whole(service, **body), await chunks(service, **body, stream_options={"include_usage": True})
+        (choice,) = one["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
+        assert choice["message"]["reasoning_content"] == choice["message"]["reasoning"] == "So 😀."
+        assert called(choice["message"]) == [("get_weather", {"city": "Köln 😀"}), ("get_time", {})]
+        message, reason = joined(parts)
+        assert reason == "tool_calls"
+        assert without_ids(message) == without_ids(choice["message"])
+        tokens = [one["usage"], parts[-1]["usage"]]
+        reasoning = len(caller.tokenizer.encode("So 😀.</think>", add_special_tokens=False).ids)
+        for usage in tokens:
+            assert 3 < usage["completion_tokens_details"]["reasoning_tokens"] <= reasoning + 1
+            assert usage["completion_tokens"] == len(caller.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    run(test, text, folder)
+
+
+def test_tools_change_nothing_of_a_text(folder):
+    async def test(service, caller):
+        for body in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}):
+            (choice,) = (await whole(service, **body))["choices"]
+            assert choice == {"index": 0, "message": {"role": "assistant", "content": " a < b. \n\n"}, "logprobs": None,
+                              "finish_reason": "stop"}
+            assert joined(await chunks(service, **body)) == ({"role": "assistant", "content": " a < b. \n\n"}, "stop")
+        assert ["get_weather" in prompt for prompt in caller.prompts] == [False, True]    # none: as without tools
+
+    run(test, " a < b. \n\n", folder)
+
+
+def test_calls_and_results_reach_the_template(folder):
+    """Arguments as a string and as an object, results as a string and as parts, reasoning under both of its names."""
+    async def test(service, caller):
+        for arguments, result, name in (('{"city": "Bath"}', "rain", "reasoning_content"),
+                                        ({"city": "Bath"}, [{"type": "text", "text": "rain"}], "reasoning")):
+            called = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+            await whole(service, tools=[WEATHER], messages=[
+                {"role": "user", "content": "Rain?"},
+                {"role": "assistant", "content": None, name: "Hm.", "tool_calls": [called]},
+                {"role": "tool", "tool_call_id": "call_1", "content": result}])
+            prompt = caller.prompts[-1]
+            assert "<think>Hm.</think><tool_call>" in prompt and '{"city": "Bath"}' in prompt and "tool: rain" in prompt
+
+    run(test, "It rains.", folder)
+
+
+def test_an_output_is_held_to_its_tools(folder):
+    """The scripted model writes something else; the grammar chooses among what is allowed."""
+    async def test(service, caller):
+        body = {"tools": [WEATHER, TIME], "max_tokens": 60, "parallel_tool_calls": False}
+        (choice,) = (await whole(service, **body, tool_choice={"type": "function", "function": {"name": "get_time"}})
+                     )["choices"]
+        assert called(choice["message"]) == [("get_time", {})] and choice["finish_reason"] == "tool_calls"
+        (choice,) = (await whole(service, **body, tool_choice="required"))["choices"]
+        assert choice["finish_reason"] in ("tool_calls", "length")
+        assert {each["function"]["name"] for each in choice["message"]["tool_calls"]} <= {"get_weather", "get_time"}
+
+    run(test, "I would rather not. " * 20, folder, reasoning_parser="none")
+
+
+def test_a_free_output_is_held_from_the_begin_of_a_call_on(folder):
+    async def test(service, caller):
+        (choice,) = (await whole(service, tools=[WEATHER, TIME], max_tokens=80))["choices"]
+        assert choice["message"]["content"] == "Let me see." and choice["finish_reason"] == "length"
+        (name,) = {each["function"]["name"] for each in choice["message"]["tool_calls"]}
+        assert name in ("get_weather", "get_time")
+
+    run(test, "Let me see. " + call("no_such_tool", x=1), folder)
+
+
+def test_a_call_that_is_cut_off_has_the_finish_reason_length(folder):
+    async def test(service, caller):
+        body = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}
+        (choice,) = (await whole(service, **body))["choices"]
+        assert choice["finish_reason"] == "length"
+        message, reason = joined(await chunks(service, **body))
+        assert reason == "length" and message["tool_calls"][0]["function"]["arguments"].startswith('{"city": "')
+
+    run(test, call(city="very long " * 50), folder)
+
+
+def test_one_call_ends_the_output_if_calls_are_not_parallel(folder):
+    async def test(service, caller):
+        for body in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}):
+            (choice,) = (await whole(service, tools=[WEATHER, TIME], **body))["choices"]
+            assert len(choice["message"]["tool_calls"]) == 1 + body["parallel_tool_calls"]
+            message, reason = joined(await chunks(service, tools=[WEATHER, TIME], **body))
+            assert without_ids(message) == without_ids(choice["message"]) and reason == "tool_calls"
+
+    run(test, call(city="Bath") + "\n" + call("get_time"), folder)
+
+
+def test_stop_strings_end_the_visible_text_alone(folder):
+    text = "<think>STOP</think>One STOP two"
+
+    async def test(service, caller):
+        for read in (whole, chunks):
+            answer = await read(service, stop=["STOP"])
+            message, reason = joined(answer) if read is chunks else (answer["choices"][0]["message"],
+                                                                    answer["choices"][0]["finish_reason"])
+            assert (message["content"], message["reasoning"], reason) == ("One ", "STOP", "stop")
+
+    run(test, text, folder)
+
+    async def inside_arguments(service, caller):
+        (choice,) = (await whole(service, tools=[WEATHER], stop=["STOP", "\n"]))["choices"]
+        assert called(choice["message"]) == [("get_weather", {"city": "STOP"})]
+        assert choice["finish_reason"] == "tool_calls"
+
+    run(inside_arguments, call(city="STOP"), folder)
+
+
+def test_reasoning_has_a_budget(folder):
+    async def test(service, caller):
+        for options in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
+            answer = await whole(service, max_thinking_tokens=8, **options)
+            message = answer["choices"][0]["message"]
+            assert message["reasoning"].startswith("Well, well") and 5 < len(message["reasoning"]) < 60
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 8 + 8
+            assert message["content"]
+
+    def says(prompt):
+        return ("" if prompt.endswith("<think>") else "<think>") + "Well, well. " * 30 + "</think>Yes."
+    run(test, says, folder)
+
+
+def test_reasoning_stays_in_the_text_if_asked_to(folder):
+    async def test(service, caller):
+        for body in ({"separate_reasoning": False}, {"reasoning_format": "none"}):
+            (choice,) = (await whole(service, **body))["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "<think>Hm.</think>Yes."}
+
+    run(test, "<think>Hm.</think>Yes.", folder)
+
+
+def test_a_response_format_holds_after_reasoning(folder):
+    async def test(service, caller):
+        (choice,) = (await whole(service, response_format={"type": "json_object"}))["choices"]
+        assert choice["message"]["reasoning"] == "Hm." and json.loads(choice["message"]["content"]) == {"a": 1}
+
+    run(test, '<think>Hm.</think>\n{"a": 1}', folder)
+
+
+def test_formats_are_named_by_options_and_unknown_ones_are_refused(folder, tmp_path):
+    async def test(service, caller):
+        (choice,) = (await whole(service, tools=[WEATHER]))["choices"]
+        assert called(choice["message"]) == [("get_weather", {"city": "Bath"})]
+
+    run(test, '[get_weather(city="Bath")]', folder, tool_call_parser="pythonic", reasoning_parser="none")
+    for options in ({"tool_call_parser": "x"}, {"reasoning_parser": "x"}):
+        with pytest.raises(ConfigError) as told:
+            make_app(str(folder), **options)
+        assert next(iter(options)) in told.value.fact
+
+    async def refused(service, caller):
+        for body, param in (({"tools": [WEATHER]}, "tools"), ({"max_thinking_tokens": 5}, "max_thinking_tokens")):
+            with pytest.raises(OpenAIError) as told:
+                await whole(service, **body)
+            assert told.value.status == 400 and told.value.param == param
+
+    run(refused, "x", folder, tool_call_parser="none", reasoning_parser="none")
+    plain = TEMPLATE.replace("<tool_call>", "<c>").replace("<think>", "<t>").replace("/think", "/t")
+    run(refused, "x", folder_of(tmp_path, plain))
+
+
+def test_marks_that_are_special_tokens(tmp_path):
+    template = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("<think>", "[THINK]").replace(
+        "</think>", "[/THINK]")
+    folder = folder_of(tmp_path, template, ["[TOOL_CALLS]", "[THINK]", "[/THINK]", "<unused>"])
+
+    async def test(service, caller):
+        for body in ({}, {"stop": ["zzz"]}):
+            (choice,) = (await whole(service, tools=[WEATHER], **body))["choices"]
+            assert called(choice["message"]) == [("get_weather", {"city": "Bath"})]
+            assert choice["message"]["content"] == "I see." and choice["message"]["reasoning"] == "Hm."
+            assert len(choice["message"]["tool_calls"][0]["id"]) == 9        # as Mistral's templates demand
+        (choice,) = (await whole(service, tools=[WEATHER], tool_choice="required", max_tokens=99))["choices"]
+        assert choice["message"]["tool_calls"]
+
+    run(test, '[THINK]Hm.[/THINK]I see.[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bath"}}]', folder)
+
+
+def test_a_schema_that_no_grammar_holds(folder):
+    odd = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "contains": {"type": "null"}}}}}}
+    strict = {"type": "function", "function": {**odd["function"], "strict": True}}
+
+    async def test(service, caller):
+        (choice,) = (await whole(service, tools=[odd]))["choices"]
+        assert called(choice["message"]) == [("f", {"a": [None]})]           # written freely
+        for body in ({"tools": [odd], "tool_choice": "required"}, {"tools": [strict]}):
+            with pytest.raises(OpenAIError) as told:
+                await whole(service, **body)
+            assert told.value.status == 400 and told.value.param == "tools"
+
+    run(test, call("f", a=[None]), folder)
+
+
+def test_long_arguments_a_long_name_and_two_calls(folder):
+    name = "n" * 200
+    tool = {"type": "function", "function": {"name": name, "parameters": CITY}}
+    text = call(name, city="word " * 400) + "\n" + call(name, city="")
+
+    async def test(service, caller):
+        (choice,) = (await whole(service, tools=[tool]))["choices"]
+        assert [len(arguments["city"]) for _, arguments in called(choice["message"])] == [2000, 0]
+
+    run(test, text, folder)
+
+
+def test_a_call_can_be_cancelled_in_its_middle(folder):
+    async def test(service, caller):
+        body = {"messages": [{"role": "user", "content": "Rain?"}], "tools": [WEATHER], "stream": True}
+        answer = await service.accept(json.dumps(body).encode(), True)
+        async for event in answer.events():
+            if b"arguments" in event:
+                answer.cancel()
+                break
+        for _ in range(2000):
+            if not service.engine.health()["active_requests"]:
+                return
+            await asyncio.sleep(0.002)
+        raise AssertionError("the request is still alive")
+
+    run(test, call(city="word " * 3000), folder)
