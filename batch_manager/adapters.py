@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .adapter_values import MODULE_NAMES, locate_projection
 from .errors import ModelLoadError, type_name
 from .layers.context import LayerContext
 from .models.implementation import NATIVE
@@ -56,14 +57,6 @@ HARMLESS_INITIAL_VALUES = (True, False, "gaussian", "eva", "orthogonal")
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight", re.DOTALL)
 _PATTERN = re.compile(r"\^?[\w.\-]+", re.ASCII)
-
-# Last part of a projection's name -> module ids of its outputs, in order. `c_proj` has two meanings.
-_QKV, _ATTENTION_OUT, _DOWN = (0,), (4,), (6,)
-_IDS = {**dict.fromkeys(("c_attn", "qkv_proj", "query_key_value"), _QKV),
-        "q_proj": (1,), "k_proj": (2,), "v_proj": (3,),
-        **dict.fromkeys(("o_proj", "out_proj", "dense"), _ATTENTION_OUT),
-        **dict.fromkeys(("gate_proj", "c_fc", "fc1", "fc_in", "dense_h_to_4h"), (5,)), "up_proj": (7,),
-        "gate_up_proj": (5, 7), **dict.fromkeys(("down_proj", "fc2", "fc_out", "dense_4h_to_h"), _DOWN)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,13 +158,10 @@ class _Projections:
     def of(self, names: Sequence[str], in_size: int, sizes: Sequence[int], **how_stored: Any) -> None:
         groups = [tuple(sizes)] if len(names) == 1 else [(size,) for size in sizes]
         for name, group in zip(names, groups, strict=True):
-            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-            ids = _DOWN if name.endswith("mlp.c_proj") else _IDS.get(name.rpartition(".")[2])
-            if name.endswith("attn.c_proj"):
-                ids = _ATTENTION_OUT
-            if numbers and ids is not None:
-                outputs = group if len(ids) == len(group) else (sum(group),)
-                self.found[name] = _Projection(ids, numbers[0], in_size, outputs)
+            if (located := locate_projection(name)) is not None:
+                layer, modules = located
+                outputs = group if len(modules) == len(group) else (sum(group),)
+                self.found[name] = _Projection(tuple(map(MODULE_NAMES.index, modules)), layer, in_size, outputs)
 
     def plan(self, step: Any) -> None:
         return None

@@ -87,6 +87,7 @@ class SlotState:
                   reads the token before the position that it samples; `GptDecoder.keep` stores the sampled token
     host          column name -> [slots] on the host, a view of the array that has the column (see Plane)
     num_taken     1 + the highest number of a slot that was ever set up
+    adapters      slot -> the pages with the adapter of its sequence, for sequences with the bit ADAPTER
 
     The columns are parameters of SamplingConfig, the fields of SlotSetup that SETUP_COLUMNS lists, and columns that
     stages and word lists add. `upload` sends all changes to the device in one copy. Capacity at least doubles
@@ -105,6 +106,7 @@ class SlotState:
         self._changed: list[int] = []                   # slots with columns to upload
         self.host: dict[str, np.ndarray] = {}
         self.num_taken = 0
+        self.adapters: dict[int, tuple[int, ...]] = {}
         self.add_columns([*SETUP_COLUMNS, "temperature", "top_k", "top_p"])
 
     @property
@@ -145,6 +147,8 @@ class SlotState:
                                + ADAPTER * bool(setup.adapter_pages)
                                + TOP_LOG_PROBS * (setup.top_log_probs > 0) + RAW_LOG_PROBS * (
                                    setup.raw_log_probs and (setup.return_log_probs or setup.top_log_probs > 0)))
+        if setup.adapter_pages:
+            self.adapters[slot] = setup.adapter_pages
         self.features[slot] |= SAMPLES * self._is_sampled(slot)
         self._changed.append(slot)
 

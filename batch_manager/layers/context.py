@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ..weights.matrices import StoredMatrix
+from ..weights.matrices import Share, StoredMatrix
 
 if TYPE_CHECKING:
     from .weight_form import WeightForm
@@ -61,8 +61,9 @@ class AdapterModule(Protocol):
 class AdapterPort(Protocol):
     """The low-rank adapters of a model: their modules, and what each step uploads for them."""
 
-    def of(self, names: Sequence[str], in_size: int, sizes: Sequence[int]) -> AdapterModule | None:
-        """Return the module for a `Linear` with these arguments; None: it has no adapters."""
+    def of(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, row_order: torch.Tensor | None,
+           scale: float | None, share: Share) -> AdapterModule | None:
+        """Return the module for a `Linear`; None: it has no adapters. See `Weights.linear` for the arguments."""
         ...
 
     def plan(self, step: Any) -> Sequence[np.ndarray] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -63,7 +63,8 @@ class Linear:
         self._matrix, self._outputs = None if is_summed else form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
-        adapter = None if context.adapters is None else context.adapters.of(self.names, in_size, sizes)
+        self._adapter = adapter = None if context.adapters is None else context.adapters.of(
+            self.names, in_size, sizes, row_order=row_order, scale=scale, share=share)
         if adapter is not None or is_summed:
             self._multiply, self._add_product = self._with_ports, self._add_with_ports
             self._multiply_arguments = self._add_arguments = (form, adapter, context.split if is_summed else None,
@@ -72,7 +73,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [T, in] as a new tensor [T, out]."""
         if isinstance(x, Rows):
-            return x.multiplied(self._matrix, self._outputs)
+            return x.multiplied(self._matrix, self._outputs, adapter=self._adapter)
         return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Linear:
         product is also rounded, before the addition.
         """
         if isinstance(x, Rows):
-            return x.multiplied(self._matrix, self._outputs, adds_to=residual)
+            return x.multiplied(self._matrix, self._outputs, adds_to=residual, adapter=self._adapter)
         return self._add_product(x, residual, *self._add_arguments)
 
     def _with_ports(self, x: torch.Tensor, form: WeightForm, adapter: AdapterModule | None, split: Split | None,
@@ -94,5 +95,10 @@ class Linear:
             y = split.sum(y)
         return y if bias is None else y.add_(bias)
 
-    def _add_with_ports(self, x: torch.Tensor, residual: torch.Tensor, *ports: Any) -> torch.Tensor:
-        return residual.add_(self._with_ports(x, *ports))
+    def _add_with_ports(self, x: torch.Tensor, residual: torch.Tensor, form: WeightForm, adapter: AdapterModule | None,
+                        split: Split | None, bias: torch.Tensor | None) -> torch.Tensor:
+        if split is not None:
+            return residual.add_(self._with_ports(x, form, adapter, split, bias))
+        y = form.add_product(x, residual, *form.add_arguments)
+        adapter.add(y, x)
+        return y

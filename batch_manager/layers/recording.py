@@ -19,14 +19,18 @@ from ..triton_kernels.cpu.native.library import (
     ADD,
     ADD_LOOKED_UP,
     ATTEND,
+    EXPAND_ADD,
     INPUTS_ALIGNED,
     LAYER_NORM,
     OPERATION_NUMBERS,
     PRODUCT,
+    PROJECTIONS_AT_ONCE,
     RMS_NORM,
     ROTATE_AND_APPEND,
+    SHRINK,
 )
 from ..triton_kernels.cpu.native.matrix import PackedMatrix
+from .context import AdapterModule
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
 ANY_ROWS = 1_000_000_007           # `len` of recorded rows, whose number is unknown; `view` accepts it as a size
@@ -94,13 +98,18 @@ class Rows:
         """
         return self.recording.norm(self, weight, bias, epsilon, offset)
 
-    def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None) -> "Rows":
+    def multiplied(self, matrix: Any, outputs: int, adds_to: "Rows | None" = None,
+                   adapter: AdapterModule | None = None) -> "Rows":
         """Record the product of these rows and the weight of a layer. `matrix` is the weight in the form
         `WeightForm.matrix`.
 
         adds_to   rows to which the product is added; None: the product is written to a new register
+        adapter   the adapters of the layer
         """
-        return self.recording.product(self, matrix, outputs, adds_to)
+        result = self.recording.product(self, matrix, outputs, adds_to)
+        if adapter is not None:
+            self.recording.adapt(self, result, adapter)
+        return result
 
     def activated(self, kind: str, *, gated: bool) -> "Rows":
         """Record an activation. With `gated`, the first half of the columns is activated and multiplied by the second.
@@ -196,6 +205,23 @@ class Recording:
         self.kept.append(matrix)
         self.add(PRODUCT, [rows, result], [matrix.address, int(adds_to is not None), matrix.type])
         return Rows(self, result.register, result.column, result.width)
+
+    def adapt(self, rows: Rows, result: Rows, adapter: Any) -> None:
+        """Record that `result` is a product of `rows`, to which the adapters of the layer are added.
+
+        adapter   an AdapterModule with `projections`, see runtime/adapters/pool.py
+        """
+        own = adapter.projections
+        if len(own) > PROJECTIONS_AT_ONCE:
+            raise NotRecordableError(f"one of its layers has {len(own)} projections that adapters change")
+
+        def column(name: str) -> list[int]:
+            return [getattr(one, name) for one in own] + [0] * (PROJECTIONS_AT_ONCE - len(own))
+
+        inputs, empty = -(-rows.width // INPUTS_ALIGNED) * INPUTS_ALIGNED, [0] * 3
+        self.add(SHRINK, [rows], [*empty, inputs, len(own), *column("index"), *column("a")])
+        self.add(EXPAND_ADD, [result], [*empty, inputs, len(own), *column("index"), *column("b"),
+                                        *column("first_output"), *column("out_size")])
 
     def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
         width = rows.width // 2 if gated else rows.width

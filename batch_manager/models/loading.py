@@ -8,7 +8,7 @@ import torch
 from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError, printable
-from ..layers.context import ONE_PROCESS, LayerContext, Split
+from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
@@ -52,7 +52,7 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE,
-               split: Split = ONE_PROCESS) -> LoadedModel:
+               split: Split = ONE_PROCESS, adapters: AdapterPort | None = None) -> LoadedModel:
     """Load the model of the checkpoint at `path`, a stage of it, or the share of one process.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
@@ -68,6 +68,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                     stage
     split           the processes that share the model; ConfigError if it cannot be divided by their number. Each loads
                     its share, and `LoadedModel.spec` is that of the share
+    adapters        the port that `Linear` layers ask for their adapters; None: no adapters
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
                            UnsupportedModelError; InsufficientMemoryError
     """
@@ -110,7 +111,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
-                           split=split, kv_copies=spec.kv_copies)
+                           split=split, kv_copies=spec.kv_copies, adapters=adapters)
     try:
         with torch.inference_mode():
             if load_format == "dummy":

@@ -16,12 +16,15 @@ from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
 from ..decoding.slots import SlotState
-from ..errors import ConfigError, InsufficientMemoryError, counted
+from ..errors import ConfigError, InsufficientMemoryError, counted, type_name
+from ..handover import AdapterLoad
 from ..models.loading import LoadedModel, load_model
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.dispatch import use_triton
 from . import packing
+from .adapters.pool import LoraPool
+from .adapters.port import LoraPort
 from .block_tables import BlockTables
 from .device.devices import device_name, num_multiprocessors, resolve_device
 from .device.memory import free_memory, release_memory
@@ -40,7 +43,14 @@ from .forms.fixed.inputs import can_bind
 from .forms.fixed.shapes import MOST_CONTEXTS, NO_SIZES, graph_rows, mixed_sizes
 from .forms.table import Asked, make_forms, wanted_forms
 from .kv_pool import block_bytes, block_operations, make_host_pool, make_kv_pool
-from .memory_plan import MemoryPlan, plan_host_blocks, plan_memory, refuse_too_many_slots, step_bytes
+from .memory_plan import (
+    MemoryPlan,
+    plan_adapter_pages,
+    plan_host_blocks,
+    plan_memory,
+    refuse_too_many_slots,
+    step_bytes,
+)
 from .native_backend import NativeBackend
 from .operations import Operations
 from .packing import Divide
@@ -71,8 +81,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     device, kv = resolve_device(params.device), params.kv_cache_config
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph)
     absent = wanted_forms(asked)
-    loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent)
+    peft = params.peft_cache_config
+    port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic)
+    loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port)
     spec = loaded.spec
+    if port is not None and not port.projections:
+        raise ConfigError(f"peft_cache_config is set, and the model class is {type_name(loaded.model)}",
+                          "none of its layers is a projection of lora_modules", "leave peft_cache_config out")
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
     if max_seq_len > spec.max_position_embeddings:
         raise ConfigError(
@@ -92,10 +107,16 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size,
                                    block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
                                    free_bytes=free_memory(torch.device("cpu")))
+    num_pages, page_bytes, reasons = 0, 0, []
+    if port is not None:
+        page_bytes = port.entries * loaded.dtype.itemsize
+        num_pages, reason = plan_adapter_pages(peft, page_bytes=page_bytes, num_projections=len(port.projections),
+                                               free_bytes=free_memory(device))
+        reasons.append(reason)
     plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
-                 None if "graph" in absent else graph_sizes)
+                 None if "graph" in absent else graph_sizes, num_pages * page_bytes)
     log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
-             f"{loaded.weight_bytes:,}", device_name(device), plan.reason)
+             f"{loaded.weight_bytes:,}", device_name(device), "; ".join([plan.reason, *reasons]))
     refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
 
     parts, stream = None, make_stream(device)
@@ -112,14 +133,18 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
             parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
                                max_beam_width=max_beam_width, max_seq_len=max_seq_len, num_threads=num_threads,
-                               is_engine_thread=is_engine_thread)
+                               is_engine_thread=is_engine_thread, adapters=port)
+            operations = block_operations(pool, host_pool)
+            if port is not None:
+                port.bind(LoraPool(port.projections, port.entries, num_pages, loaded.dtype, device), parts.slots)
+                operations[AdapterLoad] = port.pool.load
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on
         # The number of threads is set once for all steps, on the loading thread.
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
             forms = make_forms(asked, absent, parts, loaded, with_windows, graph_sizes=graph_sizes, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages)
-        return NativeBackend(parts, Operations(block_operations(pool, host_pool)), forms,
+        return NativeBackend(parts, Operations(operations), forms,
                              make_info(parts, loaded, forms.dispatch, forms.absent, windows, sink),
                              held_bytes(parts, loaded))
     except Exception as error:
@@ -146,7 +171,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),
                stream: torch.Stream | None = None, own_stages: Sequence[LogitsStage] = (), *, num_slots: int,
                max_beam_width: int = 1, max_seq_len: int, num_threads: int | None = None,
-               is_engine_thread: Callable[..., bool] = lambda thread: False) -> DeviceParts:
+               is_engine_thread: Callable[..., bool] = lambda thread: False, adapters: LoraPort | None = None
+               ) -> DeviceParts:
     """Return the parts of an engine, which see DeviceParts for the arguments. Uses the current stream."""
     device, max_blocks, uploads = loaded.device, -(-max_seq_len // pool.shape[4]), Uploads(loaded.device)
     binds = can_bind(attention)                           # steps are padded with one extra slot
@@ -157,7 +183,7 @@ def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, ho
         slots=slots, decoder=GptDecoder(slots, own_stages, deterministic=loaded.deterministic), attention=attention,
         threads=step_threads(device, num_threads, is_engine_thread), num_threads=num_threads, num_slots=num_slots,
         max_beam_width=max_beam_width, max_seq_len=max_seq_len, vocab_size=loaded.spec.vocab_size,
-        tokens_per_block=pool.shape[4])
+        tokens_per_block=pool.shape[4], adapters=adapters)
 
 
 def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: dict[str, str],
@@ -167,7 +193,7 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: di
     absent    name -> reason for each form that the engine lacks
     windows   window of each layer in the attention; None: no window
     """
-    device = parts.device
+    device, port = parts.device, parts.adapters
     return BackendInfo(
         vocab_size=parts.vocab_size, max_seq_len=parts.max_seq_len, num_blocks=len(parts.pool),
         tokens_per_block=parts.tokens_per_block, num_slots=parts.num_slots, dispatch=dispatch,
@@ -177,7 +203,9 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: di
         host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
         architecture=loaded.spec.architecture, end_ids=loaded.end_ids, model_implementation=loaded.implementation,
         not_compiled=absent.get("compiled", "") if device.type == "cpu" else "", not_captured=absent.get("graph", ""),
-        absent=dict(absent))
+        absent=dict(absent), **({} if port is None else {
+            "max_adapter_size": port.max_adapter_size, "adapter_pages": len(port.pool.pages),
+            "adapter_modules": port.modules}))
 
 
 def held_bytes(parts: DeviceParts, loaded: LoadedModel) -> MemoryUsage:
@@ -185,11 +213,13 @@ def held_bytes(parts: DeviceParts, loaded: LoadedModel) -> MemoryUsage:
     host_bytes = sum(block.nbytes for block in parts.host_pool)
     if parts.device.type != "cpu":
         return MemoryUsage(pinned=host_bytes)
-    return MemoryUsage(cpu=loaded.weight_bytes + parts.pool.nbytes + host_bytes)
+    adapter_bytes = 0 if parts.adapters is None else parts.adapters.pool.num_bytes
+    return MemoryUsage(cpu=loaded.weight_bytes + parts.pool.nbytes + adapter_bytes + host_bytes)
 
 
 def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, device: torch.device,
-          attention_factory: Callable[..., Attention] | None, *, compiled: bool) -> LoadedModel:
+          attention_factory: Callable[..., Attention] | None, *, compiled: bool,
+          adapters: LoraPort | None) -> LoadedModel:
     """Load the checkpoint, and refuse sizes and parts that the device rules out."""
     tokens_per_block = params.kv_cache_config.tokens_per_block
     compiles_attention = device.type == "cuda" and use_triton(device) and attention_factory is None
@@ -202,7 +232,8 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
     try:
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiled,
-                            free_bytes=free_memory(device), model_implementation=params.model_implementation)
+                            free_bytes=free_memory(device), model_implementation=params.model_implementation,
+                            adapters=adapters)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -216,10 +247,12 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
 
 
 def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int, max_beam_width: int, max_seq_len: int,
-          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None) -> MemoryPlan:
+          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None, adapter_bytes: int
+          ) -> MemoryPlan:
     """Return the number of blocks of the KV cache pool, beside the buffers of steps.
 
-    graph_sizes   sizes of the captured steps with contexts; None: no graphs are captured
+    graph_sizes     sizes of the captured steps with contexts; None: no graphs are captured
+    adapter_bytes   bytes of the pages of adapters
     """
     spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config
     one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, loaded.dtype), device.type != "cpu"
@@ -230,7 +263,8 @@ def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int
         set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
                                 processors)
     return plan_memory(
-        kv, block_bytes=one_block, free_bytes=free_memory(device) - (0 if on_gpu else host_blocks * one_block),
+        kv, block_bytes=one_block,
+        free_bytes=max(free_memory(device) - adapter_bytes - (0 if on_gpu else host_blocks * one_block), 0),
         step_bytes=set_aside, on_gpu=on_gpu, max_seq_len=max_seq_len,
         max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import KvCacheConfig
+from ..config import KvCacheConfig, PeftCacheConfig
 from ..errors import ConfigError, InsufficientMemoryError, counted
 from ..models.spec import ModelSpec
 from ..triton_kernels.attention_scratch import attention_scratch_bytes
@@ -61,6 +61,30 @@ def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int)
                           f"one KV cache block takes {block_bytes:,}",
                           "raise KvCacheConfig.host_cache_size, or set it to 0")
     return host_cache_size // block_bytes
+
+
+def plan_adapter_pages(config: PeftCacheConfig, *, page_bytes: int, num_projections: int, free_bytes: int
+                       ) -> tuple[int, str]:
+    """Return (number of pages for adapters on the device, the reason for the log).
+
+    page_bytes        bytes of a page, one rank of all projections
+    num_projections   projections that adapters may change, over all layers
+    free_bytes        bytes that are free after the weights were loaded
+    Raises InsufficientMemoryError if not even one page fits.
+    """
+    if config.num_device_module_layer:
+        number, reason = config.num_device_module_layer // num_projections, (
+            f"num_device_module_layer {config.num_device_module_layer:,}")
+    else:
+        number = int(free_bytes * config.device_cache_percent) // page_bytes
+        reason = f"{config.device_cache_percent:g} of {_mib(free_bytes)} free memory"
+    if not number or number * page_bytes > free_bytes:
+        raise InsufficientMemoryError(
+            f"the adapters of peft_cache_config get {counted(number, 'page')} on the device: {reason}",
+            f"a page, one rank of {num_projections:,} projections, takes {counted(page_bytes, 'byte')}, and "
+            f"{free_bytes:,} bytes are free",
+            ("lower" if number else "raise") + " PeftCacheConfig.device_cache_percent or num_device_module_layer")
+    return number, f"adapters of {counted(number, 'page')}, {_mib(number * page_bytes)}: {reason}"
 
 
 def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,

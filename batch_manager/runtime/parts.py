@@ -9,6 +9,7 @@ import torch
 from ..attention.interface import Attention
 from ..decoding.decoder import GptDecoder
 from ..decoding.slots import SlotState
+from .adapters.port import LoraPort
 from .block_tables import BlockTables
 from .device.running import Readbacks, Uploads
 
@@ -33,6 +34,7 @@ class DeviceParts:
     max_beam_width   largest number of beams of a sequence
     max_seq_len      largest number of tokens of a sequence
     vocab_size       number of token ids of the model; prompt-tuning tokens have ids from there on
+    adapters         the adapters of the model's layers; None: it has none
     """
 
     device: torch.device
@@ -52,3 +54,4 @@ class DeviceParts:
     max_seq_len: int
     vocab_size: int
     tokens_per_block: int
+    adapters: LoraPort | None = None

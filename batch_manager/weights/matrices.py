@@ -80,7 +80,7 @@ class Part:
                 *(others if self.columns is None else [len(self.columns)]))
 
 
-def _rows_of_parts(names: Sequence[str], sizes: Sequence[int], share: Share
+def rows_of_parts(names: Sequence[str], sizes: Sequence[int], share: Share
                    ) -> Iterator[tuple[str, int, list[range | None]]]:
     """Yield, for each stored tensor, its name, its number of rows, and the rows that this rank has of it, in order.
 
@@ -154,7 +154,7 @@ class DenseSource:
             columns = range(share.rank * in_size, (share.rank + 1) * in_size)
             whole_in_size = in_size * share.size
         weights, biases = [], []
-        for name, whole, parts in _rows_of_parts(names, sizes, share if share.of == "outputs" else WHOLE_MATRIX):
+        for name, whole, parts in rows_of_parts(names, sizes, share if share.of == "outputs" else WHOLE_MATRIX):
             shape = (whole_in_size, whole) if transposed else (whole, whole_in_size)
             for rows in parts:
                 weights.append(Part(f"{name}.weight", shape, rows, columns, transposed))

@@ -1,4 +1,4 @@
-"""Norms, activations and sums that are recorded and run as a compiled step agree with torch in float32."""
+"""Norms, activations, sums and adapters that are recorded and run as a compiled step agree with torch in float32."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,19 @@ import pytest
 import torch
 from torch.nn import functional
 
+from batch_manager.adapter_values import AdapterContent, AdapterPart
 from batch_manager.attention.interface import PackedStep
+from batch_manager.decoding.slots import ADAPTER, SlotState
+from batch_manager.handover import AdapterLoad
+from batch_manager.layers.context import LayerContext
+from batch_manager.layers.linear import Linear
 from batch_manager.layers.recording import LookedUp, Recording, Rows
+from batch_manager.runtime.adapters.pool import LoraPool
+from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
 from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
 from batch_manager.runtime.packing import ModelCall
+from batch_manager.weights.source import DummyWeights
 
 pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -159,3 +167,64 @@ def test_where_there_is_no_memory_for_a_larger_step_smaller_ones_go_on(monkeypat
         with pytest.raises(MemoryError):
             compiled._make_room(500)
     assert compiled._capacity == 3 and (compiled._registers == registers).all()
+
+
+CPU, SIZES, INPUTS = torch.device("cpu"), (72, 530, 33), 672
+LENGTHS = [1, 1, 40, 3, 1, 70, 2, 5]                       # rows of each sequence
+ADAPTERS = [None, 0, 1, None, 2, 0, 0, 2]                  # of each sequence
+RANKS = [(1, 0, 5), (16, 64, 0), (7, 8, 9)]                # of each adapter in q, k, v
+
+
+@TYPES
+@pytest.mark.parametrize("adds", [False, True], ids=["new", "added"])
+def test_adapters_of_a_layer(dtype, adds):
+    """On rows in any segments. No page of another adapter is read."""
+    torch.manual_seed(0)
+    port = LoraPort()
+    context = LayerContext(device=CPU, dtype=dtype, compiled_step=True, adapters=port)
+    layer = Linear(DummyWeights(0, CPU, dtype), context, [f"layers.0.attn.{name}_proj" for name in "qkv"], INPUTS,
+                   SIZES)
+    pool = LoraPool(port.projections, port.entries, 100, dtype, CPU)
+    pool.pages.fill_(torch.nan)
+    slots, free, factors = SlotState(8, CPU), np.random.default_rng(0).permutation(100).tolist(), []
+    for ranks in RANKS:
+        pages = tuple(free.pop() for _ in range(max(ranks)))
+        factors.append([(torch.randn(rank, INPUTS) / 25, torch.randn(size, rank)) for rank, size in zip(ranks, SIZES)])
+        parts = tuple(AdapterPart(f"attn_{name}", 0, a.numpy(), b.numpy())
+                      for name, (a, b) in zip("qkv", factors[-1]) if len(a))
+        pool.load(AdapterLoad(0, pages, AdapterContent(b"", "float32", parts, 0)))
+        for slot, adapter in enumerate(ADAPTERS):
+            if adapter == len(factors) - 1:
+                slots.adapters[slot], slots.features[slot] = pages, ADAPTER
+    port.bind(pool, slots)
+
+    x = torch.randn(sum(LENGTHS), INPUTS).to(dtype)
+    recording = Recording(dtype, strides=[INPUTS])
+    rows = Rows(recording, 0, 0, INPUTS)
+    if adds:                                               # to another product, in the columns of a wider register
+        twice = Linear(DummyWeights(1, CPU, dtype), LayerContext(device=CPU, dtype=dtype, compiled_step=True),
+                       ["base"], INPUTS, [sum(SIZES)])
+        result = layer.add_to(twice(rows), rows)
+    else:
+        result = layer(rows)
+    recording.result = result.register
+    starts = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    numbers = np.arange(len(x), dtype=np.int32)
+    step = PackedStep(token_ids=numbers, positions=numbers, pool_slots=numbers.astype(np.int64),
+                      slots=np.arange(8, dtype=np.int32), query_starts=starts, kv_lengths=np.zeros(0, np.int32),
+                      block_tables=np.zeros((0, 1), np.int32), num_contexts=0, logits_rows=np.zeros(0, np.int64))
+    found = {}
+    for served in (port, None):
+        forward = CompiledForward(recording, torch.zeros((2, 1, 2, 1, 16, 16), dtype=dtype), 1, ThreadGovernor(2),
+                                  served)
+        forward._step.cache = None                         # no sequence attends: there are products alone
+        found[served] = forward.run(ModelCall(step), x.clone(), None, ())[:, : sum(SIZES)]
+    for first, end, adapter in zip(starts[:-1], starts[1:], ADAPTERS):
+        base, adapted, own = found[None][first:end], found[port][first:end], x[first:end].double()
+        if adapter is None:
+            assert torch.equal(adapted, base)
+            continue
+        added = torch.cat([own @ a.to(dtype).double().T @ b.to(dtype).double().T for a, b in factors[adapter]], 1)
+        expected, rounding = base.double() + added, 3 * torch.finfo(dtype).eps
+        torch.testing.assert_close(adapted.double(), expected, atol=max(rounding, 1e-5), rtol=max(rounding, 1e-5))
+        assert (adapted - base).abs().max() > 0.5

@@ -154,7 +154,8 @@ class OfOneLayer:
     def __init__(self):
         self.asked = []
 
-    def of(self, names, in_size, sizes):
+    def of(self, names, in_size, sizes, *, row_order, scale, share):
+        assert row_order is None and scale is None and share.of is None
         self.asked.append((names, in_size, sizes))
         return self if names == ("a.b",) else None
 

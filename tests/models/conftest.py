@@ -92,7 +92,8 @@ class Driver:
             recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink=0)
             with torch.inference_mode():
                 recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
-            self.step = CompiledForward(recording, self.pool, spec.num_heads, ThreadGovernor(2))
+            self.step = CompiledForward(recording, self.pool, spec.num_heads, ThreadGovernor(2),
+                                        getattr(self, "port", None))
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 
@@ -122,22 +123,23 @@ class Driver:
         stale = self.tables[work[0][0]][0]
         step = PackedStep(
             token_ids=np.array(token_ids, np.int32), positions=np.array(positions, np.int32),
-            pool_slots=np.array(pool_slots, np.int64), slots=np.arange(len(work), dtype=np.int32),
+            pool_slots=np.array(pool_slots, np.int64), slots=np.array([sequence for sequence, _, _ in work], np.int32),
             query_starts=np.array(starts, np.int32), kv_lengths=np.array(lengths, np.int32),
             block_tables=np.array([self.tables[s] + [stale] * (columns - len(self.tables[s])) for s, _, _ in work],
                                   np.int32),
             num_contexts=len(contexts), logits_rows=np.array(rows, np.int64))
         with torch.inference_mode():
             model = self.loaded.model
-            hidden = model.embed(torch.from_numpy(step.token_ids).long())
-            if self.compiled:
-                hidden = self.step.run(ModelCall(step), hidden, None, ())
-            else:
-                planned = self.attention.plan(step)
-                if planned is not None:
-                    self.attention.receive([torch.from_numpy(array) for array in planned])
-                hidden = model.forward(hidden, torch.from_numpy(step.positions).long(), self.attention)
+            hidden = self.forward(step, model.embed(torch.from_numpy(step.token_ids).long()))
             return model.logits(hidden[torch.from_numpy(step.logits_rows)])
+
+    def forward(self, step, hidden):
+        if self.compiled:
+            return self.step.run(ModelCall(step), hidden, None, ())
+        planned = self.attention.plan(step)
+        if planned is not None:
+            self.attention.receive([torch.from_numpy(array) for array in planned])
+        return self.loaded.model.forward(hidden, torch.from_numpy(step.positions).long(), self.attention)
 
     def prefill(self, prompts, chunk=None):
         """Run all prompts together, whole or in chunks. Return the logits [prompts, vocab] of their last tokens."""

@@ -5,7 +5,9 @@ step and gives the tokens of `packed` alone, or leaves it to `packed` with the w
 the attention binds in torch, and a graph calls its closure again.
 """
 
+import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.config import KvCacheConfig, PeftCacheConfig, TrtGptModelOptionalParams
 from batch_manager.decoding import slots
 from batch_manager.errors import ConfigError
 from batch_manager.handover import (
+    AdapterLoad,
     BlockTableUpdates,
     ContextWork,
     GenerationWork,
@@ -24,9 +27,11 @@ from batch_manager.handover import (
     ScheduledBatch,
     SlotSetup,
 )
-from batch_manager.layers import weight_form
+from batch_manager.layers import recording, weight_form
 from batch_manager.models.loading import load_model
 from batch_manager.runtime import packing
+from batch_manager.runtime.adapters.pool import LoraPool
+from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.runtime.build_backend import build_native_backend, held_bytes, make_info, make_parts
 from batch_manager.runtime.forms import form as form_module
 from batch_manager.runtime.forms import table as table_module
@@ -40,11 +45,13 @@ from batch_manager.runtime.operations import Operations
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.device_limits import DeviceLimits
+from tests.harness.adapters import random_content
 
 from .bindable_torch import BindableTorchAttention
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL, CPU, BLOCK, BLOCKS = REPOSITORY / "examples" / "models" / "austen-4m", torch.device("cpu"), 16, 64
+PEFT = PeftCacheConfig(num_device_module_layer=1000)
 PROMPTS = [[7, 300, 12, 5, 90, 41, 8], [30, 31, 32, 33, 600, 35, 36, 37, 38, 39]]
 PROCESSOR = LogitsPostProcessor(1, lambda request_id, logits, token_ids: logits.neg(), lambda: [[1]])
 # Word -> the setup of a sequence with the bit of the word.
@@ -61,7 +68,7 @@ SETUPS = {
     "more end ids": SlotSetup(end_id=1000, more_end_ids=(1001,)),
     "top log-probs": SlotSetup(top_log_probs=2),
     "raw log-probs": SlotSetup(return_log_probs=True, raw_log_probs=True),
-    "adapter": SlotSetup(adapter_pages=(0,)),
+    "adapter": SlotSetup(adapter_pages=(2, 0)),
 }
 OF_SIZE = ("rows", "context tokens", "contexts at once", "length", "slots", "not ready")
 
@@ -97,14 +104,16 @@ def engines():
     limits = DeviceLimits(227 * 1024, 132, True)
     patch.setattr("batch_manager.triton_kernels.device_limits.device_limits", lambda: limits)
     patch.setattr(weight_form, "_packed", lambda weight: weight)       # weights are stored as on a GPU
-    params = TrtGptModelOptionalParams(device="cpu", max_seq_len=64, num_threads=1,
+    params = TrtGptModelOptionalParams(device="cpu", max_seq_len=64, num_threads=1, peft_cache_config=PEFT,
                                        kv_cache_config=KvCacheConfig(max_tokens=BLOCK * BLOCKS, tokens_per_block=BLOCK))
     with torch.inference_mode():
-        loaded = load_model(MODEL, device="cpu")
+        port = LoraPort()
+        loaded = load_model(MODEL, device="cpu", adapters=port)
         spec = loaded.spec
         pool = make_kv_pool(spec, BLOCKS, BLOCK, loaded.dtype, CPU)
         parts = make_parts(loaded, BindableTorchAttention(spec, pool), pool, num_slots=4, max_beam_width=2,
-                           max_seq_len=64)
+                           max_seq_len=64, adapters=port)
+        port.bind(LoraPool(port.projections, port.entries, 4, loaded.dtype, CPU), parts.slots)
         launched = make_forms(Asked(params, CPU, packing.packed, False, graph=Again), {"compiled": "-", "padded": "-"},
                               parts, loaded, spec, most_rows=2, graph_sizes=frozenset({(8, 64)}))
     patch.undo()
@@ -118,7 +127,13 @@ def engines():
         made["compiled"] = build_native_backend(MODEL, params, layout=packing.packed, num_slots=4, max_beam_width=2)
     except CannotCompileError:
         pass
-    made["padded"] = build_native_backend(MODEL, params, layout=packing.padded, num_slots=4, max_beam_width=2)
+    made["padded"] = build_native_backend(MODEL, replace(params, peft_cache_config=None), layout=packing.padded,
+                                          num_slots=4, max_beam_width=2)
+    content = random_content(port.modules)
+    for backend in made.values():
+        if backend._parts.adapters is not None:
+            with torch.inference_mode():
+                backend._parts.adapters.pool.load(AdapterLoad(7, (2, 0), content))
     return made
 
 
@@ -209,7 +224,7 @@ def test_the_bits_that_a_form_serves_are_those_of_the_table(engines, name):
 def test_a_sequence_with_the_bit_gets_the_same_tokens_or_the_named_word(engines, name, word):
     if name not in engines:
         pytest.skip("no C compiler")
-    if TABLE[word, "packed"] == "no":
+    if name == "padded" and TABLE[word, name] == "no":               # there is no other form
         with pytest.raises(form_module.UnservedBatchError, match=f"{name}: {word}"):
             run(engines[name], SETUPS[word])
         return
@@ -334,29 +349,37 @@ def test_mutant_graphs_that_serve_stages(engines, monkeypatch):
         same(run(engines["graph"], SETUPS["stages"])[0], expected)
 
 
-def test_mutant_compiled_steps_that_do_not_refuse_an_adapter(engines, monkeypatch):
-    """The bit of an adapter keeps a batch out of `compiled`; the port changes the layers alone."""
+def test_mutant_compiled_steps_without_the_adapters_that_they_serve(engines, monkeypatch):
+    """A recording that leaves adapters out: the comparison finds it, and so does the table."""
     if "compiled" not in engines:
         pytest.skip("no C compiler")
-    backend, adapter = engines["compiled"], slots.ADAPTER
-    compiled, packed = backend._forms._forms
-    set_up = type(backend._parts.slots).set_up
+    expected, _ = run(engines["packed"], SETUPS["adapter"])
+    assert expected != run(engines["packed"], SlotSetup())[0]
+    monkeypatch.setattr(recording.Recording, "adapt", lambda *given: None)
+    params = TrtGptModelOptionalParams(device="cpu", max_seq_len=64, num_threads=1, peft_cache_config=PEFT,
+                                       kv_cache_config=KvCacheConfig(max_tokens=BLOCK * BLOCKS, tokens_per_block=BLOCK))
 
-    def with_adapter(self, slot, setup):
-        set_up(self, slot, setup)
-        self.features[slot] |= adapter
+    def build():
+        return build_native_backend(MODEL, params, layout=packing.packed, num_slots=4, max_beam_width=2)
 
-    base, _ = run(backend, SlotSetup())
-    forward = packed._forward._model.forward
-    monkeypatch.setattr(type(backend._parts.slots), "set_up", with_adapter)
-    monkeypatch.setattr(packed._forward, "_model", SimpleNamespace(forward=lambda *given: forward(*given).neg()))
-    with pytest.raises(form_module.UnservedBatchError, match="packed: adapter"):
-        run(backend, SlotSetup())
-    monkeypatch.setattr(packed, "serves", packed.serves | adapter)
-    adapted, choices = run(backend, SlotSetup())
-    assert choices[-1].form == "packed" and adapted != base
-    monkeypatch.setattr(compiled, "serves", compiled.serves | adapter)        # the mutant: silently the base model
-    assert run(backend, SlotSetup())[0] == base
+    assert "made-up adapter" in build().info.absent["compiled"]
+    monkeypatch.setattr(LoraPort, "trying", lambda self: contextlib.nullcontext())
+    backend = build()
+    load = AdapterLoad(7, (2, 0), random_content(backend.info.adapter_modules))
+    with torch.inference_mode():
+        backend._parts.adapters.pool.load(load)
+    found, choices = run(backend, SETUPS["adapter"])
+    assert choices[-1] == ("compiled", [])
+    with pytest.raises(AssertionError):
+        same(found, expected)
+
+
+def test_mutant_forms_that_serve_an_adapter_which_they_do_not_add(engines, monkeypatch):
+    for name in ("graph", "fused", "fixed"):
+        form = engines[name]._forms._forms[0]
+        monkeypatch.setattr(form, "serves", form.serves | slots.ADAPTER)
+        with pytest.raises(AssertionError):
+            same(run(engines[name], SETUPS["adapter"])[0], run(engines["packed"], SETUPS["adapter"])[0])
 
 
 def test_mutant_table_changes_that_only_steps_of_the_form_note(engines, monkeypatch):

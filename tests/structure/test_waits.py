@@ -23,6 +23,7 @@ ALLOWED: dict[str | tuple[str, str], str] = {
                      ("batch_manager/runtime/device/memory.py", "used_memory"),
                      ("batch_manager/runtime/forms/comparison.py", "describe_difference"),
                      ("batch_manager/runtime/kv_pool.py", "make_host_pool"),
+                     ("batch_manager/runtime/adapters/port.py", "LoraPort.of"),
                      ("batch_manager/models/alibi_slopes.py", "_powers"),
                      ("batch_manager/models/falcon.py", "Falcon.read_spec"),
                      "batch_manager/models/transformers/load_check.py",

@@ -198,7 +198,7 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
 
     def called(model: Model, compiled: Any = None) -> list[StepForm]:
         """Return the forms that call the model. `compiled` is the result of `make_compiled`."""
-        forward, head = layers = LayersForward(model, parts.attention), LayersHead(model)
+        forward, head = layers = LayersForward(model, parts.attention, parts.adapters), LayersHead(model)
         if compiled is not None:
             forward, head = compiled[0], compiled[1] or head
         if asked.layout is packing.padded:

@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from .build import CannotBuildError, built_library
 
 PANEL, INPUTS_ALIGNED = 16, 32
-RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD = range(8)    # kinds in step.c
+(RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK,
+ EXPAND_ADD) = range(10)           # kinds in step.c
+PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
@@ -39,7 +42,19 @@ class Step(ctypes.Structure):
     _fields_ = [("rows", ctypes.c_int64), ("registers", ctypes.c_void_p),
                 ("cache", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("pool_slots", ctypes.c_void_p),
                 ("query_starts", ctypes.c_void_p), ("block_tables", ctypes.c_void_p), ("num_sequences", ctypes.c_int64),
-                ("table_stride", ctypes.c_int64), ("type", ctypes.c_int64)]
+                ("table_stride", ctypes.c_int64), ("type", ctypes.c_int64), ("adapters", ctypes.c_void_p)]
+
+
+class Adapters(ctypes.Structure):
+    """The structure `Adapters` of adapters.h."""
+
+    _fields_ = [("pages", ctypes.c_void_p), ("page_entries", ctypes.c_int64), ("tiles", ctypes.c_void_p),
+                ("num_tiles", ctypes.c_int64), ("shrunk", ctypes.c_void_p), ("most_ranks", ctypes.c_int64)]
+
+
+# The structure `AdapterTile` of adapters.h.
+ADAPTER_TILE = np.dtype([("first_row", np.int32), ("end_row", np.int32), ("pages", np.uint64), ("ranks", np.uint64)])
+ROWS_PER_TILE = 32
 
 
 def address(structure: ctypes.Structure) -> int:

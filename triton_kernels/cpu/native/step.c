@@ -3,6 +3,7 @@
    Every operation is divided into pieces, which idle threads take one at a time. A thread that the system does not
    schedule takes no pieces, so the others wait for it only if it was preempted inside a piece. The calling thread takes
    pieces too and can do all the work alone. */
+#include "adapters.h"
 #include "attention.h"
 #include "attention_tiles.h"
 #include "products.h"
@@ -15,7 +16,8 @@
 
 /* Kinds of operations. An operation is its kind in number[0], then its arguments, which are listed where the kind is
    executed. A view takes three numbers: register, entries between rows, first entry. */
-enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, LARGEST };
+enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK, EXPAND_ADD,
+       LARGEST };
 #define OPERATION_NUMBERS 24
 
 typedef struct {
@@ -32,6 +34,7 @@ typedef struct {
     const int32_t *block_tables;      /* [sequences][table_stride] */
     int64_t num_sequences, table_stride;
     int64_t type;
+    const Adapters *adapters;         /* NULL: no row has an adapter */
 } Step;
 
 /* A piece of attention: query rows of one kv head of one sequence. A single row of a long sequence is split by keys
@@ -131,6 +134,19 @@ static int64_t width_of(const Operation *o) {
     }
 }
 
+/* Pieces for each tile of adapters of SHRINK or EXPAND_ADD; 0 if no adapter of the step changes the projections. */
+static int64_t pieces_per_tile(const Adapters *a, const Operation *o) {
+    const int64_t *n = o->number;
+    int64_t count = n[8], pieces = 0;
+    int has_work = 0;
+    for (int64_t tile = 0; tile < a->num_tiles && !has_work; tile++)
+        for (int64_t i = 0; i < count; i++) has_work |= a->tiles[tile].ranks[n[9 + i]] > 0;
+    if (!has_work) return 0;
+    if (n[0] == SHRINK) return count * ((a->most_ranks + RANKS_PER_PIECE - 1) / RANKS_PER_PIECE);
+    for (int64_t i = 0; i < count; i++) pieces += (n[18 + i] + ADDED_PER_PIECE - 1) / ADDED_PER_PIECE;
+    return pieces;
+}
+
 static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     switch (o->number[0]) {
     case PRODUCT: case LARGEST: {
@@ -139,6 +155,8 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
         return (num_panels(m) + each - 1) / each * groups;
     }
     case ATTEND: return job->num_items;
+    case SHRINK: case EXPAND_ADD:
+        return job->step->adapters ? pieces_per_tile(job->step->adapters, o) * job->step->adapters->num_tiles : 0;
     default: return pieces_of_rows(job->step->rows, width_of(o));
     }
 }
@@ -254,6 +272,30 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
     }
 }
 
+static void run_adapters(const Job *job, const Operation *o, int64_t piece, int type) {
+    /* SHRINK: from[1..3]; EXPAND_ADD: to[1..3]; inputs 7, number of projections 8, their indices 9..11, entries of A or
+       B in a page 12..14, first outputs 15..17, outputs 18..20 */
+    const Adapters *a = job->step->adapters;
+    const int64_t *n = o->number;
+    int64_t each = pieces_per_tile(a, o), rest = piece % each, i = 0;
+    const AdapterTile *t = a->tiles + piece / each;
+    int64_t stride = PROJECTIONS_AT_ONCE * a->most_ranks;
+    View view = view_at(job->step, n + 1);
+    if (n[0] == SHRINK) {
+        i = rest % n[8];
+        int64_t first = rest / n[8] * RANKS_PER_PIECE, end = first + RANKS_PER_PIECE, ranks = t->ranks[n[9 + i]];
+        if (end > ranks) end = ranks;
+        shrink(a, t, view.row, view.stride, n[12 + i], n[7], first, end, a->shrunk + i * a->most_ranks, stride, type);
+        return;
+    }
+    for (int64_t pieces; rest >= (pieces = (n[18 + i] + ADDED_PER_PIECE - 1) / ADDED_PER_PIECE); i++) rest -= pieces;
+    int64_t first = rest * ADDED_PER_PIECE, left = n[18 + i] - first, ranks = t->ranks[n[9 + i]];
+    if (ranks)
+        expand_add(a, t, a->shrunk + i * a->most_ranks, stride, ranks, n[12 + i],
+                   view.row + n[15 + i] * bytes_of(type), view.stride, first,
+                   left < ADDED_PER_PIECE ? left : ADDED_PER_PIECE, type);
+}
+
 static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t end, int type) {
     const Step *s = job->step;
     switch (n[0]) {
@@ -315,6 +357,10 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
     case ATTEND:
         attend_item(job, n, job->items + piece,
                     job->items + (piece + threads < job->num_items ? piece + threads : piece), (int)s->type);
+        break;
+    case SHRINK: case EXPAND_ADD:
+        if (s->type == FLOAT32) run_adapters(job, o, piece, FLOAT32);
+        else run_adapters(job, o, piece, BFLOAT16);
         break;
     default: {
         int64_t each = rows_per_piece(width_of(o)), first = piece * each, end = first + each;

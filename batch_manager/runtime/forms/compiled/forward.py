@@ -9,10 +9,23 @@ import torch
 from ....errors import counted
 from ....layers.recording import Recording
 from ....triton_kernels.cpu.large_pages import allocate
-from ....triton_kernels.cpu.native.library import TYPES, Cache, Step, address, load_library
+from ....triton_kernels.cpu.native.library import (
+    ADAPTER_TILE,
+    PROJECTIONS_AT_ONCE,
+    ROWS_PER_TILE,
+    TYPES,
+    Adapters,
+    Cache,
+    Step,
+    address,
+    load_library,
+)
 from ....triton_kernels.cpu.native.matrix import PackedMatrix
+from ...adapters.port import LoraPort, Segment
 from ...packing import ModelCall
 from .thread_governor import ThreadGovernor
+
+RANKS_ALIGNED = 8                  # results of A are written in groups of ranks
 
 
 class CompiledForward:
@@ -24,14 +37,16 @@ class CompiledForward:
     kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
     num_heads     number of query heads
     governor      chooses the number of threads of each call
+    port          the adapters that the recording adds; None: it adds none
     Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
                   CompiledForward, and packing raises the same error
     """
 
     dispatch = "compiled"
 
-    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, governor: ThreadGovernor) -> None:
-        self._governor = governor
+    def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, governor: ThreadGovernor,
+                 port: LoraPort | None = None) -> None:
+        self._governor, self._port, self.adapts = governor, port, port is not None
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
@@ -62,6 +77,8 @@ class CompiledForward:
         call = self._step
         call.positions, call.pool_slots, call.query_starts, call.block_tables = (array.ctypes.data for array in arrays)
         call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
+        adapters = self._adapters(self._port.segments_of(step), rows) if self._port is not None else None
+        call.adapters = None if adapters is None else address(adapters[0])
         threads = self._governor.threads_for(rows)
         start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()
         if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations), threads):
@@ -69,6 +86,19 @@ class CompiledForward:
         self._governor.report(rows, time.perf_counter() - start_s,
                               (self._library.processor_nanoseconds() - start_ns) * 1e-9)
         return result[:, : hidden.shape[1]]
+
+    def _adapters(self, segments: Sequence[Segment], rows: int) -> tuple[Adapters, list[object]] | None:
+        """Return the structure for the adapters of a step, and what it points to; None: no row has one."""
+        if not segments:
+            return None
+        pages = self._port.pool.pages
+        tiles = np.array([(first, min(first + ROWS_PER_TILE, end), *adapter.addresses)
+                          for start, end, adapter in segments for first in range(start, end, ROWS_PER_TILE)],
+                         ADAPTER_TILE)
+        most_ranks = -(-max(len(segment.adapter.pages) for segment in segments) // RANKS_ALIGNED) * RANKS_ALIGNED
+        shrunk = np.empty((rows, PROJECTIONS_AT_ONCE, most_ranks), np.float32)
+        return Adapters(pages.data_ptr(), pages.shape[1], tiles.ctypes.data, len(tiles), shrunk.ctypes.data, most_ranks
+                        ), [tiles, shrunk, segments]
 
     @property
     def threads(self) -> int:

@@ -46,13 +46,24 @@ def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
     matrix = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
     governor = ThreadGovernor(threads)
-    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor)
+    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters)
     num_tokens = min(COMPARED_TOKENS, parts.tokens_per_block, spec.max_position_embeddings)
     step = first_step(num_tokens, spec.vocab_size, num_tokens)
-    if difference := difference_from_layers(
+
+    def difference() -> str:
+        return difference_from_layers(
             loaded, parts.attention, parts.uploads.send, step,
             lambda hidden, positions, _: forward.run(ModelCall(step), hidden.to(loaded.dtype), positions, ()),
-            gives_logits=False):
-        raise NoForm(difference, is_wrong=True)
+            gives_logits=False)
+
+    found = difference()
+    if not found and parts.adapters is not None:
+        with parts.adapters.trying():
+            parts.adapters.plan(step)
+            with parts.adapters.active():
+                found = difference()
+        found = found and f"with a made-up adapter, {found}"
+    if found:
+        raise NoForm(found, is_wrong=True)
     log.info("steps run as compiled code on at most %s; torch runs the rest of a step", counted(threads, "thread"))
     return forward, None if matrix is None else CompiledHead(matrix, governor)

@@ -138,6 +138,9 @@ class LaunchRecording:
         self.operations.append(Product(rows, result, matrix, adds_to is not None))
         return Rows(self, result.register, result.column, result.width)
 
+    def adapt(self, rows: Rows, result: Rows, adapter: Any) -> None:
+        """Record nothing: fused launches serve no sequence with an adapter."""
+
     def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
         result = self.register(rows.width // 2 if gated else rows.width)
         self.operations.append(Activation(rows, result, kind, gated))

@@ -13,6 +13,7 @@ from ....decoding.decoder import READS_LOGITS
 from ....decoding.logits_return import context_logits
 from ....decoding.sampled_step import UNUSABLE, SampledStep
 from ....decoding.slots import (
+    ADAPTER,
     BEAMS,
     CONTEXT_LOGITS,
     GENERATION_LOGITS,
@@ -29,6 +30,7 @@ from ....decoding.slots import (
 )
 from ....handover import ScheduledBatch, StepOutput
 from ....models.registry import Model
+from ...adapters.port import LoraPort
 from ...device.running import Readback
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
@@ -38,28 +40,37 @@ from .forwards import Forward, Head
 # What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
 CALLS = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
          POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
-SERVES = {"compiled": CALLS, "packed": CALLS, "padded": CALLS | PADDING}
+SERVES = {"compiled": CALLS | ADAPTER, "packed": CALLS | ADAPTER, "padded": CALLS | PADDING}
 
 # Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
 UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
 
 
 class LayersForward:
-    """Runs the model's layers one by one, over an attention. See Forward."""
+    """Runs the model's layers one by one, over an attention. See Forward.
+
+    port   the adapters of the layers; None: they have none
+    """
 
     threads = None
 
-    def __init__(self, model: Model, attention: Attention) -> None:
+    def __init__(self, model: Model, attention: Attention, port: LoraPort | None = None) -> None:
         self._model, self._attention, self.dispatch = model, attention, attention.dispatch
+        self._port, self.adapts = port, port is not None
 
     def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
+        if self._port is not None:
+            self._port.plan(call.step)
         return self._attention.plan(call.step) or ()
 
     def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
             ) -> torch.Tensor:
         if tensors:
             self._attention.receive(tensors)
-        return self._model.forward(hidden, positions, self._attention)
+        if self._port is None:
+            return self._model.forward(hidden, positions, self._attention)
+        with self._port.active():
+            return self._model.forward(hidden, positions, self._attention)
 
 
 class LayersHead:
@@ -85,7 +96,7 @@ class CallsForm:
     def __init__(self, name: str, parts: DeviceParts, model: Model, forward: Forward, head: Head, divide: Divide, *,
                  threads: int | None = None) -> None:
         self.name, self.dispatch, self.threads = name, forward.dispatch, threads
-        self.serves = SERVES[name]
+        self.serves = SERVES[name] if forward.adapts else SERVES[name] & ~ADAPTER
         self._parts, self._decoder, self._model, self._divide = parts, parts.decoder, model, divide
         self._forward, self._head = forward, head
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)

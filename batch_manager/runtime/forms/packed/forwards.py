@@ -16,10 +16,12 @@ class Forward(Protocol):
 
     dispatch   what computes: "triton", "compiled" or "torch"
     threads    number of threads that computed the newest call, for statistics; None: those of torch
+    adapts     whether it adds the outputs of adapters
     """
 
     dispatch: str
     threads: int | None
+    adapts: bool
 
     def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
         """Return the arrays that `run` needs on the device besides those of every call."""
@@ -57,6 +59,8 @@ class PaddedForward:
 
     Attention and KV cache see the tokens only, and not the padding.
     """
+
+    adapts = False
 
     def __init__(self, model: Model, attention: Attention, unpadded: Forward) -> None:
         self._model, self._attention, self._unpadded = model, attention, unpadded
