@@ -152,6 +152,44 @@ def complete_selection(options: argparse.Namespace, parser: argparse.ArgumentPar
         options.longer = options.longer or LONGER[0]
 
 
+def sweep_of(kinds: Mapping[str, Callable[[str], Any] | Mapping[str, Any]]) -> Callable[[str], tuple[str, list[Any]]]:
+    """Return the type of --sweep NAME=V,V,... for argparse, whose values are (name, values).
+
+    kinds   name of a setting -> {text: value}, or a function from text to value
+    """
+    def read(text: str) -> tuple[str, list[Any]]:
+        name, _, listed = text.partition("=")
+        name = name.replace("-", "_")
+        if name not in kinds or not listed:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a sweep; expected NAME=V,V,... with a name of "
+                                             f"{', '.join(kinds)}")
+        kind, values = kinds[name], []
+        for value in listed.split(","):
+            if isinstance(kind, Mapping):
+                if value not in kind:
+                    raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected {', '.join(kind)}")
+                values.append(kind[value])
+                continue
+            try:
+                values.append(kind(value))
+            except argparse.ArgumentTypeError as error:
+                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        if len(set(values)) != len(values):
+            raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected distinct values")
+        return name, values
+    return read
+
+
+def refuse_together(options: argparse.Namespace, parser: argparse.ArgumentParser, pairs: Iterable[tuple[str, str]],
+                    ) -> None:
+    """End the program if both options of a pair, given by their attributes, were given."""
+    for pair in pairs:
+        values = [getattr(options, name) for name in pair]
+        if all(value is not None and value is not False and value != [] for value in values):
+            first, second = (f"--{name.replace('_', '-')}" for name in pair)
+            parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
+
+
 def check_outputs(options: argparse.Namespace, parser: argparse.ArgumentParser, names: Iterable[str],
                   inputs: Mapping[str, str | os.PathLike[str]]) -> None:
     """End the program if an output file or the folder of --plot cannot be written, or if two options name one file.

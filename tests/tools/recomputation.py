@@ -17,13 +17,13 @@ from xml.etree import ElementTree
 
 from batch_manager import IterationTrace, KvCacheConfig, SchedulerPolicy
 from batch_manager.tools.draw.html import write_html
-from batch_manager.tools.draw.packing import unpack
 from batch_manager.tools.draw.svg import render_svg
 from batch_manager.tools.draw.timeline import Timeline
 from batch_manager.tools.request_spans import CLIENT, lives
 from batch_manager.tools.trace import why, write_csv, write_perfetto
 from tests.harness.client import Client
 from tests.harness.requests import request
+from tests.tools.unpacking import unpack
 
 REQUESTS = 50
 STEP_S, TOKEN_S = 0.004, 0.0001          # a step lasts STEP_S and TOKEN_S for each token

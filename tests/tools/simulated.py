@@ -9,7 +9,7 @@ from batch_manager.tools.datasets.records import Record
 from batch_manager.tools.simulate.cost_model import CostModel
 from batch_manager.tools.simulate.engine_settings import EngineSettings
 from batch_manager.tools.simulate.fleet import simulate
-from batch_manager.tools.simulate.traffic import Traffic
+from batch_manager.tools.simulate.traffic import PromptMaker, Traffic
 
 COST = CostModel(
     {"constant": 4e-3, "generation_requests": 2e-4, "generation_requests_up_to_4": 1e-3, "cached_tokens": 1e-6},
@@ -87,4 +87,6 @@ def records(run):
 
 
 def lengths(arrival_s, input_tokens, output_tokens):
-    return Traffic.of_lengths(np.array(arrival_s, float), np.array(input_tokens), np.array(output_tokens))
+    """Return traffic whose prompts share no prefix."""
+    inputs = np.array(input_tokens)
+    return Traffic(np.array(arrival_s, float), inputs, np.array(output_tokens), PromptMaker(inputs, None))

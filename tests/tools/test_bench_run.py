@@ -14,9 +14,10 @@ from batch_manager.tools.bench import __main__ as program
 from batch_manager.tools.bench import client, neighbours, session
 from batch_manager.tools.bench.engine import POLICIES, model_limits, precision_of
 from batch_manager.tools.bench.errors import InputError
+from batch_manager.tools.bench.files import write_stats
+from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.process_meter import ProcessMeter
-from batch_manager.tools.bench.run import benchmark
 from batch_manager.tools.bench.warm_up import warm_up_requests
 from batch_manager.tools.workload import Lengths, make_workload
 
@@ -43,7 +44,7 @@ def scripted(**changes) -> ScriptedBackend:
 
 
 def run(*more: str, workload=FOUR_REQUESTS, backend=None) -> dict:
-    return benchmark(options(*more), workload, Parts(backend=backend or scripted()))
+    return Measurement(options(*more), workload, Parts(backend=backend or scripted())).run()
 
 
 def test_every_request_gets_its_tokens_and_the_result_has_its_keys():
@@ -102,7 +103,10 @@ def test_policies_and_chunks(policy, chunks):
 
 def test_statistics_are_written_for_the_timed_iterations_only(tmp_path):
     file = tmp_path / "stats.csv"
-    result = run("--stats-csv", str(file))
+    measurement = Measurement(options("--stats-csv", str(file)), FOUR_REQUESTS, Parts(backend=scripted()))
+    result = measurement.run()
+    with file.open("w") as out:
+        write_stats(measurement.served[0].records, out)
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == result["steps"]

@@ -7,8 +7,8 @@ import pytest
 
 from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
-from batch_manager.tools.bench.run import benchmark
 from batch_manager.tools.compare.__main__ import Comparison, ComparisonError, compare, main, read_results
 from batch_manager.tools.workload import Lengths, make_workload
 
@@ -111,7 +111,7 @@ def test_it_reads_what_the_benchmark_writes(tmp_path):
     workload = make_workload(count=2, vocab_size=500, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(4, 0.1, 3, 5))
     options = parse_options(["--model", "none", "--workload", "w.json", "--out", "o.json", "--max-batch-size", "2",
                              "--tokens-per-block", "8", "--warm-up", "0"])
-    runs = [benchmark(options, workload, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8)))
+    runs = [Measurement(options, workload, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8))).run()
             for _ in range(2)]
     read = read_results(write(tmp_path, "run", runs))
     found = {one.figure for one in compare(read[:1], read[1:])}

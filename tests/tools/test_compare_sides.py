@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from batch_manager import Parts
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.bench.__main__ import main as bench
+from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
-from batch_manager.tools.bench.run import benchmark
 from batch_manager.tools.compare.__main__ import ComparisonError, compare_results, main
 from batch_manager.tools.compare.figures import FIGURES, Difference, differences
 from batch_manager.tools.compare.results import compared
@@ -228,7 +228,7 @@ def test_it_reads_what_bench_writes(tmp_path):
     options = parse_options(["--model", "none", "--workload", "w.json", "--out", "o.json", "--max-batch-size", "2",
                              "--tokens-per-block", "8", "--warm-up", "0"])
     for name in "ab":
-        run = benchmark(options, workload, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8)))
+        run = Measurement(options, workload, Parts(backend=ScriptedBackend(num_blocks=64, tokens_per_block=8))).run()
         (tmp_path / name).write_text(json.dumps(run))
     found = {one.figure.name for one in compared(tmp_path / "a", tmp_path / "b").differences["all at once"]}
     assert {"output_tok_s", "total_tok_s", "requests_s", "ttft_ms_p50", "tpot_ms_p99", "e2e_ms_p99"} <= found

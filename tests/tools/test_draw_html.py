@@ -20,10 +20,12 @@ from batch_manager.stats.trace import write_trace
 from batch_manager.tools.draw import packing
 from batch_manager.tools.draw.command_line import main
 from batch_manager.tools.draw.html import SCRIPTS, summary, write_html
-from batch_manager.tools.draw.packing import pack, unpack
+from batch_manager.tools.draw.packing import pack
 from batch_manager.tools.draw.text import render_text
 from batch_manager.tools.draw.timeline import COUNTERS, Timeline
 from batch_manager.tools.request_spans import CONTEXT, lives
+
+from .unpacking import unpack
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NODE = shutil.which("node")

@@ -63,7 +63,7 @@ def test_leaps_are_taken(is_asynchronous):
     run = simulate(lengths([0.0, 0.5], [100, 100], [200, 200]), ENGINE, replace(PLAIN, is_asynchronous=is_asynchronous))
     (replica,) = run.replicas       # on an asynchronous device, the last iteration only reads a step
     assert replica.iterations > 200 and replica.backend.steps == replica.iterations - is_asynchronous
-    assert replica.planned_iterations < 20
+    assert replica._lean.planned < 20
 
 
 def test_every_request_is_answered_and_what_cannot_fit_is_refused():

@@ -18,6 +18,7 @@ from batch_manager.tools.simulate.engine_settings import EngineSettings
 from batch_manager.tools.simulate.figures import stamps_of
 from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.simulate.traffic import PromptMaker, Traffic
+from tests.tools.simulated import lengths
 from tests.tools.test_simulate import PLAIN
 
 SERVICE_S = 0.002 + 0.020 + 100 * 0.0001 + 9 * (0.002 + 0.010 + 0.001)      # of each request, one at a time
@@ -56,7 +57,7 @@ def test_the_rate_is_completed_by_a_run_ten_times_as_long(call, count, batch, re
     rate, (at_once, *points) = found["saturation"]["sustained"], found["points"]
     number = 10 * points[0]["n"] // count
     stamps = stamps_of(simulate(
-        Traffic.of_lengths(np.arange(number * count) / rate, np.tile(inputs, number), np.tile(outputs, number)),
+        lengths(np.arange(number * count) / rate, np.tile(inputs, number), np.tile(outputs, number)),
         EngineSettings(num_blocks=4000, max_seq_len=1600, tokens_per_block=16, max_batch_size=batch), PLAIN,
         num_replicas=replicas))
     assert arrival_window_rate(stamps.arrival_s, stamps.final_s) / rate >= SUSTAINED_SHARE - 0.005
@@ -89,7 +90,7 @@ def test_replicas_for_recorded_times(call):
 def test_recorded_times_are_repeated_until_the_quarters_of_a_run_are_alike():
     """All work arrives in the first half, so that the second half of one repetition would seem sustained."""
     times = np.concatenate([np.arange(60) * 0.1, 6 + np.arange(20) * 0.3])
-    traffic = Traffic.of_lengths(times, np.full(80, 50), np.where(np.arange(80) < 60, 50, 1))
+    traffic = lengths(times, np.full(80, 50), np.where(np.arange(80) < 60, 50, 1))
     probed = probed_traffic(traffic, Load(), 1, 8)
     assert len(probed) == 4 * 80 and np.all(np.diff(probed.arrival_s) > 0)
     assert np.allclose(probed.arrival_s[80:160] - times, times[-1] * 80 / 79)

@@ -16,6 +16,7 @@ from batch_manager.tools.simulate.fleet import simulate
 from batch_manager.tools.simulate.least_squares import nonnegative_least_squares
 from batch_manager.tools.simulate.measured_steps import measured_steps
 from batch_manager.tools.simulate.step_shape import StepShape, shapes_of_trace
+from batch_manager.tools.simulate.step_times import StepTimes
 from tests.tools.simulated import COST, lengths
 
 ENGINE = EngineSettings(num_blocks=120, max_seq_len=700, tokens_per_block=16, max_batch_size=12, max_num_tokens=200)
@@ -36,7 +37,7 @@ def test_a_fit_finds_the_cost_again():
     for shape in (StepShape(generation_requests=3, cached_tokens=900),
                   StepShape(generation_requests=11, cached_tokens=20), StepShape(2, 150, 9000, 5, 600)):
         assert found.step_seconds(shape) == pytest.approx(exact.step_seconds(shape), rel=0.01)
-    assert found.host_seconds(StepShape(generation_requests=5)) < 5e-6
+    assert StepTimes(found).host_s(StepShape(generation_requests=5)) < 5e-6
 
 
 def test_steps_that_scatter_are_fitted_in_the_mean():

@@ -17,7 +17,8 @@ from batch_manager.tools.simulate.cost_fit import fit_cost
 from batch_manager.tools.simulate.engine_settings import EngineSettings
 from batch_manager.tools.simulate.figures import point_fields
 from batch_manager.tools.simulate.fleet import simulate
-from batch_manager.tools.simulate.traffic import Traffic
+
+from .simulated import lengths
 
 DATA = Path(__file__).parent / "data" / "simulated_runs"
 RUNS = json.loads((DATA / "runs.json").read_text())
@@ -46,7 +47,7 @@ def test_figures_are_near_the_measured_ones(cost, name):
         max_num_tokens=options.get("--max-num-tokens", 512))
     errors = {"output_tok_s": [], "ttft_ms_p99": [], "itl_ms_p99": []}
     for seed in range(5):                           # the tails of so few requests vary by seed
-        found = point_fields(simulate(Traffic.of_lengths(arrival_s, inputs, outputs), settings, cost, seed=seed),
+        found = point_fields(simulate(lengths(arrival_s, inputs, outputs), settings, cost, seed=seed),
                              Load(), "", Bounds(), 0.0)
         for figure, seen in errors.items():
             seen.append(found[figure] / run["measured"][figure] - 1)

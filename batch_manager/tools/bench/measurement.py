@@ -32,7 +32,9 @@ from .summary import sweep_table
 class Measurement:
     """Measures one run, a sweep, or the saturation, as the options specify.
 
-    options, workload, parts   see `run.benchmark`
+    options    from `parse_options`
+    workload   the workload, as read from its file
+    parts      parts of the engine; if they have a backend, the model is not read
 
     points    results of the completed runs
     served    the completed runs, in the same order
@@ -54,7 +56,10 @@ class Measurement:
                              f"least {FEWEST_REQUESTS}; use a larger workload")
 
     def run(self) -> dict[str, Any]:
-        """Measure, and return the result in the form of the result file. Raises the errors of `run.benchmark`."""
+        """Measure, and return the result in the form of the result file.
+
+        Raises BenchmarkError if the run has no valid result, and the errors of the constructor of GptManager.
+        """
         options, watch = self._options, None
         if options.log_iteration_data:
             def watch(record: str) -> None:

@@ -18,13 +18,15 @@ from ..shared_options import (
     add_shared,
     check_outputs,
     complete_selection,
+    refuse_together,
+    sweep_of,
 )
 from .help_text import ABOUT, HOW_IT_ENDS
 from .original_options import help_text, rewritten
 
 TYPES = {"IFB": "InflightFusedBatching", "UIFB": "InflightBatching"}
 LOG_LEVELS = {"verbose": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "internal_error": "CRITICAL"}
-SWEPT = ("request_rate", "concurrency")
+SWEPT = {"request_rate": rate, "concurrency": at_least(1)}
 DEFAULT_KV_GIB = 1.0
 MOST_DELAY_MS = 86_400_000     # one day
 MOST_NEIGHBOURS = 1024         # processes
@@ -106,7 +108,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="submit whole batches of N requests, each when the previous one is done")
     add("--static-emulated-timeout", type=within(0, MOST_DELAY_MS), default=500.0, metavar="MS",
         help="milliseconds after which an incomplete batch is submitted (500)")
-    shared("--sweep", f"of {' or '.join(SWEPT)}, on one engine", type=_sweep)
+    shared("--sweep", f"of {' or '.join(SWEPT)}, on one engine", type=sweep_of(SWEPT))
     shared("--find-saturation", "requests arrive at constant intervals, are completed at 0.95 of the rate or more "
            "while they arrive and, with bounds, the share --slo-share of them is within the bounds. A workload of "
            "less than 16 full batches is repeated, up to 2,048 requests; one of at most 512 requests at least four "
@@ -160,27 +162,6 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         help="must be the first option: compare results like `batch-manager compare`, without serving")
 
 
-# ---------------------------------------------------------------------- values
-
-
-def _sweep(text: str) -> tuple[str, list[float]]:
-    name, _, listed = text.partition("=")
-    name = name.replace("-", "_")
-    if name not in SWEPT or not listed:
-        expected = " or ".join(f"{known}=1,2,4" for known in SWEPT)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sweep; expected {expected}")
-    try:
-        values = [rate(value) if name == "request_rate" else at_least(1)(value) for value in listed.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if len(set(values)) != len(values):
-        raise argparse.ArgumentTypeError(f"{text!r} repeats a value; expected each value once")
-    return name, values
-
-
-# ---------------------------------------------------------------------- combinations
-
-
 def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if options.sweep is not None:
         if len(options.sweep) > 1:
@@ -207,13 +188,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--compare was given after other options; expected it as the first option, followed by results; "
                      "leave out the others")
     replaced = [] if options.sweep is None else [("sweep", options.sweep[0])]
-    for names in (("kv_gib", "max_tokens_in_paged_kvcache"), ("kv_gib", "kv_cache_free_gpu_mem_fraction"),
-                  ("sweep", "find_saturation"), ("find_saturation", "request_rate"), *replaced, ("sweep", "stats_csv"),
-                  ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"),
-                  ("find_saturation", "responses_json_file")):
-        if all(getattr(options, name) is not None and getattr(options, name) is not False for name in names):
-            first, second = (f"--{name.replace('_', '-')}" for name in names)
-            parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
+    refuse_together(options, parser, (
+        ("kv_gib", "max_tokens_in_paged_kvcache"), ("kv_gib", "kv_cache_free_gpu_mem_fraction"),
+        ("sweep", "find_saturation"), ("find_saturation", "request_rate"), *replaced, ("sweep", "stats_csv"),
+        ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"), ("find_saturation", "responses_json_file")))
     swept = "" if options.sweep is None else options.sweep[0]
     complete_selection(options, parser,
                        has_rate=bool(options.request_rate or swept == "request_rate" or options.find_saturation),

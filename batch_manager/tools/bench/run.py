@@ -5,13 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...config import Parts
 from ...errors import counted
 from ..datasets import DatasetError, ReadReport, read_workload, refuse_options_of_texts, selection_of
-from ..output_file import output_file
 from .engine import precision_of, vocabulary_of
 from .errors import InputError
-from .files import write_stats
 from .load import Load
 from .metrics import Bounds, figures, turn_figures
 from .result import provenance, python_version, version_text
@@ -19,27 +16,6 @@ from .session import Served, Session
 from .sessions import num_sessions, with_turns
 
 FIRST_TOKENS, FIRST_REQUESTS = 8, 16        # a result has the first tokens of the first requests
-
-
-def benchmark(options: argparse.Namespace, workload: dict[str, Any], parts: Parts | None = None) -> dict[str, Any]:
-    """Load the model, warm up, serve once, shut down, and return the result.
-
-    The function writes the files of --stats-csv and --trace, and no other files.
-
-    options   options from `parse_options`, without a sweep
-    parts     parts of the engine; if they have a backend, the model is not read
-
-    Raises InputError if the workload is invalid, BenchmarkError if the run has no valid result, and the errors of the
-    constructor of GptManager.
-    """
-    workload = prepared(workload, options)
-    with Session(options, workload, parts) as session:
-        served = session.serve(load_of(options))
-        result = {**shared_fields(options, workload, session), "kind": "run", **point_fields(options, workload, served)}
-    if options.stats_csv is not None:
-        with output_file(options.stats_csv) as file:
-            write_stats(served.records, file)
-    return result
 
 
 def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session: Session) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Session:
     Entering the context starts the engine, and leaving it shuts the engine down. An exception ends live requests at
     once.
 
-    options, parts   see `run.benchmark`
+    options, parts   see `Measurement`
     watch            called with each statistics record, on the worker thread; None: no call
 
     kv_tokens        tokens of the KV cache pool; None: the engine decides

@@ -1,4 +1,4 @@
-"""Encodes a timeline as bytes for an HTML page, and decodes these bytes. page/unpack.js reads the same format.
+"""Encodes a timeline as bytes for an HTML page, which page/unpack.js reads.
 
 The bytes are the base64 encoding of a zlib stream. The stream has the length of the header in four bytes (little
 endian), the header, and the columns. The header is JSON, and has the name and the length of each column.
@@ -38,15 +38,6 @@ def pack(timeline: Timeline, about: dict) -> bytes:
     return base64.b64encode(b"".join([*parts, packer.flush()]))
 
 
-def unpack(packed: bytes) -> tuple[dict, dict[str, list[int]]]:
-    """Return the header, and a dictionary of column name -> values."""
-    content = zlib.decompress(base64.b64decode(packed))
-    begin = 4 + int.from_bytes(content[:4], "little")
-    header = orjson.loads(content[4:begin])
-    numbers = _numbers(content[begin:])
-    return header, {name: _summed(next(numbers) for _ in range(count)) for name, count in header["columns"]}
-
-
 def _columns(timeline: Timeline) -> Iterator[tuple[str, list[int]]]:
     rows = timeline.rows
     spans = [list(timeline.spans(row)) for row in rows]
@@ -81,21 +72,3 @@ def _encoded(name: str, values: Iterable[int]) -> bytes:
             folded >>= 7
         out.append(folded)
     return bytes(out)
-
-
-def _numbers(content: bytes) -> Iterator[int]:
-    value = shift = 0
-    for byte in content:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            yield -(value + 1 >> 1) if value & 1 else value >> 1
-            value = shift = 0
-
-
-def _summed(differences: Iterable[int]) -> list[int]:
-    value, values = 0, []
-    for difference in differences:
-        value += difference
-        values.append(value)
-    return values

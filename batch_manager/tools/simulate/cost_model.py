@@ -89,10 +89,6 @@ class CostModel:
         """Return the predicted seconds in which the device, which may be a CPU, computes a step of this shape."""
         return _linear(self.mixed_s if shape.context_requests else self.generation_s, shape)
 
-    def host_seconds(self, shape: StepShape) -> float:
-        """Return the predicted seconds of the host's part of the iteration that launches the step."""
-        return _linear(self.host_s, shape)
-
     def beyond(self, shape: StepShape) -> tuple[str, ...]:
         """Return the names of the amounts of the shape that are above the range to which the model was fitted."""
         return tuple(name for name, most in self.most.items() if getattr(shape, name) > most)

@@ -19,6 +19,8 @@ from ..shared_options import (
     add_shared,
     check_outputs,
     complete_selection,
+    refuse_together,
+    sweep_of,
 )
 from .cost_model import MOST_ERROR, P90_TO_MEDIAN
 from .routing import ROUTING
@@ -46,11 +48,12 @@ MOST_REQUESTS, MOST_REPLICAS = 1_000_000, 10_000
 FLAGS = {"on": True, "off": False}
 # Setting -> {text: value}, or a function from text to value.
 SWEPT: dict[str, Any] = {
-    "policy": POLICIES, "max_batch_size": at_least(1, at_most=MOST_REQUESTS), "max_num_tokens": at_least(1),
-    "max_num_sequences": at_least(1, at_most=MOST_REQUESTS), "chunked_context": FLAGS, "block_reuse": FLAGS,
+    "policy": dict(zip(POLICIES, POLICIES)), "max_batch_size": at_least(1, at_most=MOST_REQUESTS),
+    "max_num_tokens": at_least(1), "max_num_sequences": at_least(1, at_most=MOST_REQUESTS),
+    "chunked_context": FLAGS, "block_reuse": FLAGS,
     "tokens_per_block": {str(size): size for size in BLOCK_SIZES},
     "max_tokens_in_paged_kvcache": at_least(1), "request_rate": rate, "concurrency": at_least(1),
-    "replicas": at_least(1, at_most=MOST_REPLICAS), "routing": {name: name for name in ROUTING}}
+    "replicas": at_least(1, at_most=MOST_REPLICAS), "routing": dict(zip(ROUTING, ROUTING))}
 Swept = tuple[str, list[Any]]
 
 
@@ -126,7 +129,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="search for the fewest replicas that sustain --request-rate, or the arrival times of the workload; the "
              "first number is --replicas")
     shared("--max-probes", shown="16", default=16)
-    shared("--sweep", "of several sweeps, each combination", type=_sweep, default=[])
+    shared("--sweep", "of several sweeps, each combination", type=sweep_of(SWEPT), default=[])
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -149,28 +152,6 @@ def combinations(sweeps: Sequence[Swept]) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 
 
-def _sweep(text: str) -> Swept:
-    name, _, listed = text.partition("=")
-    name = name.replace("-", "_")
-    if name not in SWEPT or not listed:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sweep; expected NAME=V,V,... with a name of "
-                                         f"{', '.join(SWEPT)}")
-    kind, values = SWEPT[name], []
-    for value in listed.split(","):
-        if isinstance(kind, dict):
-            if value not in kind:
-                raise argparse.ArgumentTypeError(f"{text!r} has the value {value!r}; expected {', '.join(kind)}")
-            values.append(kind[value] if name in ("chunked_context", "block_reuse", "tokens_per_block") else value)
-        else:
-            try:
-                values.append(kind(value))
-            except argparse.ArgumentTypeError as error:
-                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if len(set(values)) != len(values):
-        raise argparse.ArgumentTypeError(f"{text!r} has a value twice; expected distinct values")
-    return name, values
-
-
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if options.fit is not None:
         for name in ("cost", "workload"):
@@ -188,12 +169,8 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         if swept.count(name) > 1:
             parser.error(f"--sweep {name} was given twice; expected each name once; put all its values into one sweep")
     searches = [name for name in ("find_saturation", "find_replicas") if getattr(options, name)]
-    for name in searches:
-        for other in ("sweep", "concurrency", "trace", *(
-                ("request_rate", "find_replicas") if name == "find_saturation" else ())):
-            if (value := getattr(options, other)) is not None and value is not False and value != []:
-                first, second = (f"--{each.replace('_', '-')}" for each in (name, other))
-                parser.error(f"{first} and {second} were both given; expected at most one of them; leave one out")
+    refuse_together(options, parser, [("find_saturation", "request_rate"), ("find_saturation", "find_replicas"), *(
+        (name, other) for name in searches for other in ("sweep", "concurrency", "trace"))])
     if not searches and (options.slo_share != parser.get_default("slo_share")
                          or options.max_probes != parser.get_default("max_probes")):
         parser.error("--slo-share or --max-probes was given without a search, which alone uses it; add "

@@ -59,11 +59,6 @@ class Replica:
         return self._loop.iteration if self._lean is None else self._lean.iterations
 
     @property
-    def planned_iterations(self) -> int:
-        """Number of iterations that the scheduler planned. The others were computed in leaps, many at once."""
-        return self._loop.iteration if self._lean is None else self._lean.planned
-
-    @property
     def num_blocks(self) -> int:
         """Number of blocks in the KV cache pool."""
         return self._loop.kv.pool.num_blocks

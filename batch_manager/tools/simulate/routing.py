@@ -2,18 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from ..traffic import PREFIX_TOKENS
 from .replica import Replica
 from .traffic import Traffic
-
-
-class Router(Protocol):
-    def choose(self, index: int) -> int:
-        """Return the number of the replica that gets the request with this index in the traffic."""
 
 
 class RoundRobin:

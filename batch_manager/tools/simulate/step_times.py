@@ -14,7 +14,7 @@ SEPARATE = ("context_requests", "context_tokens", "context_attention", "cached_t
 
 
 class StepTimes:
-    """Predicts the seconds of steps, as `CostModel.step_seconds` and `host_seconds` do, apart from rounding.
+    """Predicts the seconds of the device and of the host for steps, as `CostModel` says, apart from rounding.
 
     Each amount is an integer, or an int64 array with an entry per step. A result is a number if all amounts are.
     """

@@ -136,11 +136,6 @@ class Traffic:
             prompt = PromptMaker(inputs, prefixes if prefixes and any(prefixes) else None)
         return Traffic(arrival_s, inputs, np.tile(self.output_tokens, times), prompt, prefixes=prefixes)
 
-    @classmethod
-    def of_lengths(cls, arrival_s: np.ndarray, input_tokens: np.ndarray, output_tokens: np.ndarray) -> "Traffic":
-        """Make traffic whose prompts share no prefix."""
-        return cls(arrival_s, input_tokens, output_tokens, PromptMaker(input_tokens, None))
-
 
 class PromptMaker:
     """Generates the prompt of the request with a given index. A call costs little more than a copy of the tokens.
