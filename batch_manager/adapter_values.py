@@ -69,6 +69,11 @@ class AdapterModules:
         is_separate = SEPARATE_ATTENTION[0] in self.sizes
         return (layers for name, layers in self.sizes.items() if not (is_separate and name == "attn_qkv"))
 
+    @property
+    def largest_row(self) -> int:
+        """Number of elements of the largest projection's rank: inputs and outputs."""
+        return max((sum(size) for layers in self.sizes.values() for size in layers if size is not None), default=0)
+
     def only(self, names: tuple[str, ...] | None) -> "AdapterModules":
         """Return the modules in `names`; None: all."""
         return self if names is None else AdapterModules({name: self.sizes[name] for name in self.sizes
@@ -103,17 +108,14 @@ class AdapterContent:
     dtype       "float32", "float16" or "bfloat16"; numbers of the last are stored as uint16 with the same bits
     parts       by layer and module id; each projection at most once
     num_bytes   bytes of all parts
+    num_pages   the largest rank, and so the number of pages on the device
     """
 
     digest: bytes
     dtype: str
     parts: tuple[AdapterPart, ...]
     num_bytes: int
-
-    @property
-    def num_pages(self) -> int:
-        """The largest rank, and so the number of pages on the device; at least 1."""
-        return max((part.size for part in self.parts), default=1)
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

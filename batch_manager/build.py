@@ -20,16 +20,20 @@ from .custom_parts import (
     close_unused,
     custom_backend,
 )
-from .errors import ConfigError
+from .errors import ConfigError, RequestError
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
+from .kv.peft_cache_manager import PeftCacheManager
 from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
+from .loop.preparing import Preparing
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
+from .requests.adapter_content import checked_adapter, read_adapter
+from .requests.adapter_store import AdapterStore
 from .responses.deliveries import Deliveries
 from .scheduling.policies import make_scheduler
 from .seams import Clock, ModelBackend
@@ -63,20 +67,29 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
             arguments, parts, limits, partial(
                 kv_cache_manager.reservations.most_blocks,
                 with_pauses=arguments.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION), guard)
+        peft_cache_manager = preparing = None
+        if plan.adapters is not None:
+            store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages)
+            peft_cache_manager = PeftCacheManager(plan.adapters.device_pages, store)
+            preparing = Preparing(partial(checked_adapter, modules=plan.adapters.modules,
+                                          max_adapter_size=plan.adapters.max_adapter_size), store)
+            _prefetch(arguments, preparing)
         loop = GenerationLoop(
             limits=limits,
             callbacks=guarded,
             intake=Intake(guarded, admission, QueueBounds.of(params), clock, params.max_admissions_per_iteration,
-                          arguments.terminate_req_id),
+                          arguments.terminate_req_id, preparing),
             scheduler=chosen_scheduler(parts.scheduler, limits, kv_cache_manager,
-                                       make_scheduler(limits, kv_cache_manager, is_static=arguments.is_static)),
+                                       make_scheduler(limits, kv_cache_manager, peft_cache_manager,
+                                                      is_static=arguments.is_static), peft_cache_manager),
             kv_cache_manager=kv_cache_manager,
             backend=backend,
             deliveries=Deliveries(numpy_to_tensor, limits.vocab_size),
             clock=clock,
             flush_stats_when_idle=params.flush_stats_when_idle,
             trace=parts.trace,
-            scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight())
+            scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight(),
+            adapters=peft_cache_manager)
     except BaseException:
         close_unused(backend)
         raise
@@ -85,6 +98,25 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
              limits.num_blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len,
              limits.max_num_tokens)
     return loop
+
+
+def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:
+    """Load the adapters of lora_prefetch_dir. Raises ConfigError if one is wrong, or if they do not fit."""
+    config = arguments.optional_params.peft_cache_config
+    if config is None or config.lora_prefetch_dir is None:
+        return
+    if arguments.model_path is None:
+        raise ConfigError("PeftCacheConfig.lora_prefetch_dir is set and model_path is None",
+                          "the names in a folder are those of the model's files", "leave lora_prefetch_dir out")
+    from .adapters import read_prefetch_folder
+
+    for task_id, read in read_prefetch_folder(config.lora_prefetch_dir, arguments.model_path):
+        tensors = {"lora_weights": read.lora_weights, "lora_config": read.lora_config}
+        try:
+            preparing.store.put(task_id, preparing.check(read_adapter(tensors, config.host_cache_size)), keep=True)
+        except RequestError as error:
+            raise ConfigError(f"{config.lora_prefetch_dir}/{task_id}: {error.fact}", error.expectation,
+                              error.fix) from error
 
 
 def make_kv_cache_manager(plan: Plan, clock: Clock) -> KvCacheManager:

@@ -495,6 +495,7 @@ class Limits:
     num_micro_batches     steps of disjoint requests that may be in flight at a time
     runs_ahead            a request may be in two successive steps in flight; num_micro_batches is then 1
     max_draft_tokens      most draft tokens of a sequence that a step verifies
+    max_adapter_size      largest rank of a LoRA adapter; 0: requests have no adapters
     max_num_sequences     requests active at a time; ignored if unbounded_sequences
     unbounded_sequences   as many active requests as the get callback returns
     vocab_size            vocabulary size of the model
@@ -519,6 +520,7 @@ class Limits:
     hidden_size: int = 0
     runs_ahead: bool = False
     max_draft_tokens: int = 0
+    max_adapter_size: int = 0
 
     @property
     def window_depth(self) -> int:

@@ -11,6 +11,7 @@ from .config import Limits, TrtGptModelOptionalParams
 from .contained_log import log
 from .errors import ConfigError, text_of, type_name, where_raised
 from .kv.kv_cache_manager import KvCacheManager
+from .kv.peft_cache_manager import PeftCacheManager
 from .sampling_config import PARAMETERS
 from .scheduling import capacity, micro_batch, simple
 from .scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestScheduler
@@ -166,15 +167,32 @@ def check_scheduler(part: Any) -> None:
                           "inherit from one of these classes, or leave it None")
 
 
-def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager,
-                     default: SimpleScheduler) -> RequestScheduler:
+def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager, default: SimpleScheduler,
+                     peft_cache_manager: PeftCacheManager | None = None) -> RequestScheduler:
     """Return the scheduler in `Parts.scheduler`, as a complete scheduler (`_with_defaults`); `default` if it is None.
 
     part   checked by `check_scheduler`
-    Raises ConfigError if a factory fails or returns something else.
+    Raises ConfigError if a factory fails or returns something else, or if there is a cache for adapters and the
+    scheduler does not plan their pages.
     """
     if part is None:
         return default
+    scheduler = _custom_scheduler(part, limits, kv_cache_manager, default, peft_cache_manager)
+    if peft_cache_manager is None or (isinstance(scheduler, SimpleScheduler)
+                                      and scheduler.capacity_scheduler is default.capacity_scheduler):
+        return scheduler
+    planner = scheduler.capacity_scheduler if isinstance(scheduler, SimpleScheduler) else scheduler
+    if (getattr(planner, "plans_adapters", False) is not True
+            and getattr(planner, "peft_cache_manager", None) is not peft_cache_manager):
+        raise ConfigError(f"peft_cache_config is set and Parts.scheduler has a scheduler of type {type_name(planner)}",
+                          "expected a scheduler that plans the pages of adapters, with plans_adapters = True",
+                          "pass a function (limits, kv_cache_manager, peft_cache_manager) that returns one, or a "
+                          "MicroBatchScheduler, or leave peft_cache_config out")
+    return scheduler
+
+
+def _custom_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager, default: SimpleScheduler,
+                      peft_cache_manager: PeftCacheManager | None) -> RequestScheduler:
     scheduler = _with_defaults(part, default)
     if scheduler is not None:
         return scheduler
@@ -184,6 +202,8 @@ def chosen_scheduler(part: Any, limits: Limits, kv_cache_manager: KvCacheManager
                            "a class whose constructor takes (limits, kv_cache_manager) or no arguments",
                            f"{part.__name__}(...), or a function (limits, kv_cache_manager) that returns one")
         made = _made("scheduler", part)
+    elif can_be_called_with(part, 3) and (peft_cache_manager is not None or not can_be_called_with(part, 2)):
+        made = _made("scheduler", part, limits, kv_cache_manager, peft_cache_manager)
     else:
         made = _made("scheduler", part, limits, kv_cache_manager)
     scheduler = _with_defaults(made, default)

@@ -104,9 +104,15 @@ class DuplicateRequestIdError(RequestError):
 
 
 class RequestTooLargeError(RequestError):
-    """The request may need more blocks than the whole KV cache pool has."""
+    """The request may need more blocks than the whole KV cache pool has, or its adapter more than its cache has."""
 
     code = ErrorCode.TOO_LARGE_FOR_KV_CACHE
+
+
+class AdapterNotCachedError(RequestError):
+    """The request names a LoRA adapter that the engine does not know, and has no weights."""
+
+    code = ErrorCode.LORA_TASK_NOT_CACHED
 
 
 class QueueFullError(RequestError):

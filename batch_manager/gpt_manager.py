@@ -6,10 +6,12 @@ The constructor checks its arguments, builds the engine and starts the worker th
 import os
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from .adapter_values import AdapterInfo
 from .arguments import Callbacks, EngineArguments, check_threads_are_real, checked_parts
 from .build import build_loop
 from .clock import reliable
@@ -25,14 +27,17 @@ from .loop.callbacks import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
+from .loop.preparing import Preparing
 from .names import SchedulerPolicy, TrtGptModelType
 from .one_shot_event import check_drain, checked_timeout
+from .requests.adapter_content import checked_task_id, read_adapter
 from .requests.inference_request import InferenceRequest
 from .thread_stack import start_with_enough_stack
-from .worker import WorkerControl, close_worker, health_of, run_worker, watch_worker
+from .worker import SECONDS_BETWEEN_LOOKS, Command, WorkerControl, close_worker, health_of, run_worker, watch_worker
 
 SECONDS_TO_STOP_AFTER_A_TIMEOUT = 5.0
-SECONDS_BETWEEN_LOOKS = 1.0
+MOST_BYTES = 2**62    # of an adapter that the host program loads: its cache decides
+Result = TypeVar("Result")
 _REQUIRED: Any = object()
 _DEFAULT_PARAMS, _DEFAULT_PARTS = TrtGptModelOptionalParams(), Parts()
 
@@ -125,6 +130,9 @@ class GptManager:
             undo=lambda loop: close_unused(loop.backend))
         self._control = control
         self._loop = loop
+        self._model_path = arguments.model_path
+        if loop.intake.preparing is not None:
+            loop.intake.preparing.wake = control.wake.set
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
         control.not_compiled, control.not_captured = self._info.not_compiled, self._info.not_captured
         control.absent = dict(self._info.absent)
@@ -166,6 +174,66 @@ class GptManager:
         """
         self._check_process()
         self._loop.intake.admission_elsewhere.admit(request)
+
+    def load_adapter(self, task_id: int, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
+        """Load a LoRA adapter, so that requests can name it with the tensor `lora_task_id` alone.
+
+        task_id   an integer in 0..2^64-1
+        adapter   folder of an adapter that the peft library wrote; or a mapping with the tensors `lora_weights` and
+                  `lora_config`, as in a request
+
+        The adapter stays in the host cache until `forget_adapter`. Reads and checks it on the caller's thread, and
+        waits for the end of the worker's iteration. Can be called from any thread, also inside a callback.
+
+        Raises ModelLoadError for a broken folder, InvalidRequestError for wrong tensors and if the id names other
+        content; RequestTooLargeError and QueueFullError if the cache is too small or full of adapters in use;
+        ConfigError without peft_cache_config; ManagerClosedError.
+        """
+        self._check_process()
+        number, preparing = checked_task_id(task_id), self._preparing()
+        if not isinstance(adapter, Mapping):
+            if self._model_path is None:
+                raise ConfigError("the adapter is a folder and the manager has no model_path",
+                                  "the names in a folder are those of the model's files",
+                                  "pass the tensors lora_weights and lora_config")
+            from .adapters import read_peft_folder
+
+            read = read_peft_folder(adapter, self._model_path)
+            adapter = {"lora_weights": read.lora_weights, "lora_config": read.lora_config}
+        content = preparing.check(read_adapter(adapter, MOST_BYTES))
+        stored = self._on_worker(lambda: preparing.store.put(number, content, keep=True))
+        return AdapterInfo.of(number, stored)
+
+    def forget_adapter(self, task_id: int) -> bool:
+        """Free the id of an adapter at once, for later requests and other content. Returns whether it was known.
+
+        Requests that use the adapter go on, and its content goes with the last of them. Can be called from any thread.
+
+        Raises InvalidRequestError for a wrong id; ConfigError without peft_cache_config; ManagerClosedError.
+        """
+        self._check_process()
+        number, preparing = checked_task_id(task_id), self._preparing()
+        return self._on_worker(lambda: preparing.store.forget(number))
+
+    def _preparing(self) -> Preparing:
+        preparing = self._loop.intake.preparing
+        if preparing is None:
+            raise ConfigError("the engine has no cache for adapters", "peft_cache_config is None",
+                              "set TrtGptModelOptionalParams.peft_cache_config")
+        return preparing
+
+    def _on_worker(self, function: Callable[[], Result]) -> Result:
+        """Call a function between two iterations of the worker, or at once inside a callback, and return its result."""
+        control = self._control
+        if control.stopped.is_set:
+            raise ManagerClosedError("the manager was shut down", "its worker has ended", "make a new manager")
+        command = Command(function)
+        if threading.current_thread() is control.worker:
+            command.run()
+        else:
+            control.commands.append(command)
+            control.wake.set()
+        return command.result(control)
 
     @property
     def info(self) -> EngineInfo:

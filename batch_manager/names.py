@@ -75,6 +75,7 @@ class ErrorCode(Enum):
     INVALID_REQUEST = "INVALID_REQUEST"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     TOO_LARGE_FOR_KV_CACHE = "TOO_LARGE_FOR_KV_CACHE"
+    LORA_TASK_NOT_CACHED = "LORA_TASK_NOT_CACHED"
     QUEUE_FULL = "QUEUE_FULL"
     NON_FINITE_LOGITS = "NON_FINITE_LOGITS"
     INVALID_TOKEN = "INVALID_TOKEN"
@@ -119,6 +120,7 @@ _HTTP_STATUS = {
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.DUPLICATE_REQUEST_ID: 409,           # Conflict
     ErrorCode.TOO_LARGE_FOR_KV_CACHE: 413,         # Content Too Large
+    ErrorCode.LORA_TASK_NOT_CACHED: 404,           # Not Found
     ErrorCode.QUEUE_FULL: 429,                     # Too Many Requests
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.INVALID_TOKEN: 500,

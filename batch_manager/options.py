@@ -6,8 +6,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from .adapter_values import AdapterModules
 from .arguments import EngineArguments
-from .config import KvCacheConfig, Limits, ParallelConfig, Parts
+from .config import KvCacheConfig, Limits, ParallelConfig, Parts, PeftCacheConfig
 from .contained_log import log
 from .errors import ConfigError, counted, type_name
 from .guard import Guard
@@ -19,6 +20,22 @@ from .seams import BackendInfo, ModelBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlan:
+    """The caches for adapters.
+
+    modules            the projections that adapters may change
+    max_adapter_size   largest rank of an adapter
+    host_bytes         bytes of host memory for adapters
+    device_pages       pages of the device for adapters, each for one rank of all modules
+    """
+
+    modules: AdapterModules
+    max_adapter_size: int
+    host_bytes: int
+    device_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What an engine does.
 
@@ -26,6 +43,7 @@ class Plan:
     window                 the attention window of the KV cache; it does not slide if there is none
     enable_block_reuse, enable_partial_reuse   as in KvCacheConfig
     host_blocks            blocks in host memory for the content of evicted blocks
+    adapters               None: requests have no adapters
     """
 
     limits: Limits
@@ -33,6 +51,7 @@ class Plan:
     enable_block_reuse: bool
     enable_partial_reuse: bool
     host_blocks: int
+    adapters: AdapterPlan | None = None
 
 
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
@@ -98,12 +117,33 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
                           "host_cache_size out")
-    if params.peft_cache_config is not None and not info.max_adapter_size:
-        raise ConfigError("peft_cache_config is set", f"the backend of type {type(backend).__name__} has no adapters: "
-                          "its BackendInfo has max_adapter_size=0", "leave peft_cache_config out")
+    adapters = None
+    if params.peft_cache_config is not None:
+        adapters = _plan_adapters(params.peft_cache_config, info, type(backend).__name__)
+        limits = replace(limits, max_adapter_size=adapters.max_adapter_size)
     return Plan(limits=limits, window=window, enable_block_reuse=kv.enable_block_reuse,
                 enable_partial_reuse=kv.enable_partial_reuse,
-                host_blocks=info.host_blocks if kv.host_cache_size else 0)
+                host_blocks=info.host_blocks if kv.host_cache_size else 0, adapters=adapters)
+
+
+def _plan_adapters(config: PeftCacheConfig, info: BackendInfo, name: str) -> AdapterPlan:
+    """Raises ConfigError if the backend has no adapters, or not those modules.
+
+    name   name of the backend's type
+    """
+    if info.adapter_modules is None:
+        raise ConfigError("peft_cache_config is set", f"the backend of type {name} has no adapters: its BackendInfo "
+                          "has max_adapter_size=0", "leave peft_cache_config out")
+    modules = info.adapter_modules
+    for module in config.lora_modules or ():
+        if module not in modules.sizes:
+            raise ConfigError(f"PeftCacheConfig.lora_modules has {module}",
+                              f"the model has {', '.join(modules.sizes)}", "leave it out")
+    modules, host_bytes = modules.only(config.lora_modules), config.host_cache_size
+    if config.num_host_module_layer:
+        host_bytes = config.num_host_module_layer * modules.largest_row * (4 if info.dtype == "float32" else 2)
+    return AdapterPlan(modules=modules, host_bytes=host_bytes, device_pages=info.adapter_pages,
+                       max_adapter_size=min(config.max_adapter_size, info.max_adapter_size))
 
 
 def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:

@@ -58,6 +58,7 @@ ANY_FLOAT = Range(-FLOAT32_MAX, FLOAT32_MAX)
 NOT_NEGATIVE = Range(0, FLOAT32_MAX)
 COUNT = Range(0, INT32_MAX, whole=True)
 SHARE = Range(0, 1)
+BITS_64 = Range(-(2**63), UINT64_MAX, whole=True)    # an unsigned number, which a client may store in an int64 tensor
 
 
 @dataclass(frozen=True, slots=True)

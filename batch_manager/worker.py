@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from .contained_log import log
 from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, is_a, type_name, where_raised
@@ -18,6 +19,7 @@ from .guard import Heartbeat
 from .interpreter_exit import forget_worker
 from .one_shot_event import OneShotEvent
 
+SECONDS_BETWEEN_LOOKS = 1.0
 NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
 ATTEMPTS_TO_END = 20    # attempts without a final response in between; some backends cannot be closed
 
@@ -76,6 +78,40 @@ class WakeUp:
         self._set.acquire(timeout=seconds)
 
 
+Result = TypeVar("Result")
+
+
+class Command(Generic[Result]):
+    """A function that the worker calls between two iterations, for another thread."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+        self._is_done = OneShotEvent()
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except Exception as error:
+            self._error = error
+        self._is_done.set()
+
+    def result(self, control: "WorkerControl") -> Result:
+        """Wait for the call and return its result, or raise its exception.
+
+        Raises ManagerClosedError if the worker ends before.
+        """
+        while not self._is_done.wait(SECONDS_BETWEEN_LOOKS) and not control.stopped.is_set:
+            pass
+        if self._error is not None:
+            raise self._error
+        if not self._results:
+            raise ManagerClosedError("the manager was shut down", "its worker carries out commands while it runs",
+                                     "make a new manager")
+        return self._results[0]
+
+
 class WorkerControl:
     """State shared by the worker and other threads, without locks: commands to the worker, and its heartbeat."""
 
@@ -86,6 +122,7 @@ class WorkerControl:
         self.wake = WakeUp()
         self.stopped = OneShotEvent()
         self.interruption: BaseException | None = None
+        self.commands: deque[Command[Any]] = deque()
         self.attempts_to_end = 0
         self.finals_before = 0
         self.worker: threading.Thread | None = None
@@ -204,6 +241,9 @@ def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float
             control.wake.wait_and_clear(idle_poll_interval_s)    # an endless series of exceptions must not spin
             loop.fail(_failure_of(error))
     while not _is_done(loop, control):
+        while control.commands:
+            control.commands[0].run()    # removed afterwards: an exception between the two must not lose it
+            control.commands.popleft()
         if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
             control.heartbeat.beat("idle", control.clock.monotonic())
             control.wake.wait_and_clear(idle_poll_interval_s)

@@ -221,4 +221,4 @@ class PrefixCache:
 
 
 def _domain(request: LlmRequest) -> Domain:
-    return Domain(request.lora_task_id, request.cache_salt, request.token_extra_ids is not None)
+    return Domain(request.adapter_digest, request.cache_salt, request.token_extra_ids is not None)

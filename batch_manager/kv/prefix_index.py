@@ -19,12 +19,12 @@ Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id; com
 class Domain(NamedTuple):
     """The properties that prompts must have in common to share blocks.
 
-    adapter_id       id of the adapter, or None
+    adapter_id       digest of the content of the adapter, or None. A task id may name other content later
     cache_salt       the user's salt, which keeps prompts apart, or None
     uses_extra_ids   whether tokens have extra ids, for content that token ids do not distinguish
     """
 
-    adapter_id: int | None = None
+    adapter_id: bytes | None = None
     cache_salt: Hashable = None
     uses_extra_ids: bool = False
 

@@ -17,6 +17,7 @@ from ..errors import (
 from ..guard import ForeignCodeError
 from ..handover import ScheduledBatch, StepOutput
 from ..kv.kv_cache_manager import KvCacheManager
+from ..kv.peft_cache_manager import PeftCacheManager
 from ..names import ErrorCode, FinishReason
 from ..responses.deliveries import Deliveries
 from ..scheduling.contract import check_plan, with_lists
@@ -59,13 +60,15 @@ class GenerationLoop:
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, deliveries: Deliveries, clock: Clock,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
-                 scheme: BatchScheme, resources: Sequence[Resource] = ()) -> None:
+                 scheme: BatchScheme, resources: Sequence[Resource] = (),
+                 adapters: PeftCacheManager | None = None) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.unanswered = callbacks.unanswered
         self.intake = intake
         self.scheduler = scheduler
         self.kv = kv_cache_manager
+        self.adapters = adapters
         self.backend = backend
         self.clock = clock
         self.active = ActiveRequests()
@@ -74,7 +77,8 @@ class GenerationLoop:
         self.deliveries = deliveries
         self._scheme = scheme
         self.timings = intake.timings
-        self._resources = Resources(kv_cache_manager, limits.max_seq_len, resources)
+        self._resources = Resources(kv_cache_manager, limits.max_seq_len,
+                                    resources if adapters is None else (*resources, adapters))
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         self.finals = scheme.finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
@@ -173,6 +177,7 @@ class GenerationLoop:
             self.intake.fetch(0, self.active.__contains__, error)
             self.finals.answer_refusals()
         self.callbacks.after_responses()
+        self.intake.close()
 
     def _release_everything(self) -> None:
         """Release the resources of all requests before their final callbacks run.
@@ -213,7 +218,11 @@ class GenerationLoop:
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
-        record.had_refusals = bool(self.unanswered.refusals)
+        record.had_refusals = bool(self.unanswered.refusals or self.intake.unprepared)
+        if self.intake.unprepared:
+            self.finals.answer_refusals()
+            for admitted, error in self.intake.take_unprepared():
+                self.finals.fail_waiting(admitted, error.code, str(error))
         if self.intake.came_late:            # a late request must not run; its duplicates are refused while it is live
             self.finals.answer_refusals()
             self._expire()
@@ -241,7 +250,7 @@ class GenerationLoop:
                 plan = with_lists(plan, len(active))
                 if self._pauses_in_flight(plan):
                     return None    # read the step first: requests may end in it, and the pause may become unnecessary
-                check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits)
+                check_plan(self.scheduler, plan, active, blocked, self.kv, self.limits, self.adapters)
         except ForeignCodeError as failure:    # ends the active requests only
             rule = f"{what} raised {type_name(failure.error)}"
             log.error("the scheduler: %s\n%s", rule, where_raised(failure.error))
@@ -250,7 +259,7 @@ class GenerationLoop:
         if num_scheduled < len(active):
             self._starvation.check(self.scheduler, plan, active, blocked)
             if self.reporter.wants_trace:
-                record.waiting = waiting_reasons(plan, active, blocked, self.kv, self.limits,
+                record.waiting = waiting_reasons(plan, active, blocked, self.kv, self.limits, self.adapters,
                                                  is_static=self._scheme.is_static)
         if not (num_scheduled or self.window):
             raise SchedulerContractError(

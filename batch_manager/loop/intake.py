@@ -20,6 +20,7 @@ from ..errors import (
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
 from .callbacks import GuardedCallbacks
+from .preparing import Preparing
 from .timings import Timings
 from .unanswered import Refusal
 
@@ -53,10 +54,15 @@ class Intake:
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False
     num_warnings    number of accepted requests whose output length was cut, so that the sequence fits max_seq_len
+    preparing       where accepted requests wait for their adapters; None: no request has an adapter
+    unprepared      (request, error) of accepted requests whose adapter was refused; the loop ends them
     """
 
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,
-                 max_admissions_per_iteration: int, terminate_req_id: int | None) -> None:
+                 max_admissions_per_iteration: int, terminate_req_id: int | None,
+                 preparing: Preparing | None = None) -> None:
+        self.preparing = preparing
+        self.unprepared: list[tuple[Admitted, RequestError]] = []
         self._callbacks = callbacks
         self._unanswered = callbacks.unanswered
         self.admission, self.admission_elsewhere = admission, admission.for_other_threads()
@@ -82,7 +88,7 @@ class Intake:
 
     def __len__(self) -> int:
         """The number of accepted requests that wait to become active."""
-        return len(self._queue)
+        return len(self._queue) + len(self.preparing or ())
 
     @property
     def num_alive(self) -> int:
@@ -111,8 +117,8 @@ class Intake:
             "New Requests": unanswered.num_accepted - accepted,
             "Refused Requests": unanswered.num_refused - refused,
             "Accepted Prompt Tokens": self.num_prompt_tokens,
-            "Queued Requests": len(self._queue),
-            "Queued Tokens": self._queued_tokens,
+            "Queued Requests": len(self),
+            "Queued Tokens": self._queued_tokens + (self.preparing.num_tokens if self.preparing else 0),
             "Clamped Requests": self.num_warnings,
             "Unaddressable Items": unanswered.num_unaddressable,
         }
@@ -128,7 +134,7 @@ class Intake:
         room   number of further requests that may become active; None: unbounded
         """
         if not self.is_terminating:
-            self._callbacks.fetched.ask(-1 if room is None else max(room - len(self._queue), 0))
+            self._callbacks.fetched.ask(-1 if room is None else max(room - len(self), 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
@@ -140,11 +146,13 @@ class Intake:
         failure      refuse every item with this error; None: decide normally
         """
         unanswered, fetched = self._unanswered, self._callbacks.fetched
-        if not (self._queue or unanswered.undecided or fetched):
+        if not (self._queue or unanswered.undecided or fetched or self.preparing):
             return []
+        if self.preparing:
+            self._take_prepared()
         entering = self._from_queue(room)
         if room is not None:
-            room -= len(entering)
+            room -= len(entering) + len(self.preparing or ())
         entering_ids = {admitted.request.request_id for admitted in entering}
 
         def is_alive(request_id: int) -> bool:
@@ -170,7 +178,10 @@ class Intake:
                 unanswered.refuse(Refusal(request_id, error))
                 continue
             unanswered.accept(request_id)
-            if room is None or room > 0:
+            if admitted.request.lora_task_id is not None and self._must_prepare(admitted):
+                if room is not None:
+                    room -= 1
+            elif room is None or room > 0:
                 entering.append(admitted)
                 entering_ids.add(request_id)
                 if room is not None:
@@ -200,14 +211,17 @@ class Intake:
                                       "the id must not change", "do not override request_id")
         if admitted.arrival_time is not None:
             self._check_arrival(request_id, admitted.arrival_time)
+        if self.preparing is not None and admitted.request.lora_task_id is not None:
+            self.preparing.look_up(admitted)
         tokens, bounds = admitted.request.prompt_len, self._bounds
-        if not has_room and len(self._queue) >= bounds.max_queued_requests:
-            raise QueueFullError(f"request {request_id}: the queue has {counted(len(self._queue), 'request')} already",
+        if not has_room and len(self) >= bounds.max_queued_requests:
+            raise QueueFullError(f"request {request_id}: the queue has {counted(len(self), 'request')} already",
                                  f"max_queued_requests is {bounds.max_queued_requests}",
                                  "return no more than max_num_requests from get, or raise max_queued_requests")
-        if not has_room and self._queued_tokens + tokens > bounds.max_queued_tokens:
+        queued = self._queued_tokens + (self.preparing.num_tokens if self.preparing else 0) + tokens
+        if not has_room and queued > bounds.max_queued_tokens:
             raise QueueFullError(f"request {request_id}: with its {counted(tokens, 'prompt token')}, "
-                                 f"{self._queued_tokens + tokens:,} would be queued",
+                                 f"{queued:,} would be queued",
                                  f"max_queued_tokens is {bounds.max_queued_tokens:,}",
                                  "try again later, or raise max_queued_tokens")
         if self._bytes_in_flight + admitted.num_bytes > bounds.max_bytes_in_flight:
@@ -216,6 +230,27 @@ class Intake:
                                  f"max_bytes_in_flight is {bounds.max_bytes_in_flight:,}",
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted
+
+    def _must_prepare(self, admitted: Admitted) -> bool:
+        """Whether an accepted request with an adapter has to wait for it. If not, the request uses its adapter."""
+        preparing, request = self.preparing, admitted.request
+        assert preparing is not None
+        if request.adapter is None:
+            self._queued_ids.add(request.request_id)
+            preparing.add(admitted)
+            return True
+        preparing.store.use(request)
+        return False
+
+    def _take_prepared(self) -> None:
+        """Queue the requests whose adapters are found, and note those whose adapters are refused."""
+        assert self.preparing is not None
+        ready, refused = self.preparing.take_ready()
+        for admitted in ready:
+            self._enqueue(admitted)
+        for admitted, error in refused:
+            self._queued_ids.discard(admitted.request.request_id)
+            self.unprepared.append((admitted, error))
 
     def _check_arrival(self, request_id: int, arrival_time: float) -> None:
         ahead = arrival_time - self._clock.monotonic()
@@ -266,6 +301,11 @@ class Intake:
         arrived, self.arrived = self.arrived, []
         return tuple([request_id for request_id, _ in arrived]), tuple([time for _, time in arrived])
 
+    def take_unprepared(self) -> list[tuple[Admitted, RequestError]]:
+        """Return the requests whose adapter was refused since the last call of this method, with the errors."""
+        unprepared, self.unprepared = self.unprepared, []
+        return unprepared
+
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
         """Remove the requests with `request_ids` from the queue and return them. Other ids are ignored."""
         wanted = request_ids & self._queued_ids
@@ -278,6 +318,9 @@ class Intake:
         self._queued_tokens = 0
         for admitted in kept:
             self._enqueue(admitted)
+        if self.preparing:
+            taken += self.preparing.withdraw(wanted)
+            self._queued_ids.update(self.preparing.request_ids)
         return taken
 
     def clear(self) -> None:
@@ -289,6 +332,14 @@ class Intake:
         self._bytes_in_flight = 0
         self._deadlines.clear()
         self.timings.clear()
+        self.unprepared.clear()
+        if self.preparing is not None:
+            self.preparing.clear()
+
+    def close(self) -> None:
+        """End the helper thread, if there is one. Idempotent."""
+        if self.preparing is not None:
+            self.preparing.close()
 
     def expired(self) -> dict[int, str]:
         """Return request id -> error text, for the requests whose deadlines have passed since the last call.
@@ -312,6 +363,8 @@ class Intake:
         self._bytes_in_flight -= self._bytes_of.pop(request_id, 0)
         self._deadlines.pop(request_id, None)
         self.timings.forget(request_id)
+        if self.preparing is not None:
+            self.preparing.store.leave(request_id)
 
     def _note_unaddressable(self, item: object) -> None:
         self._unanswered.note_unaddressable()

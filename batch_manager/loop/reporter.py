@@ -19,7 +19,7 @@ from .iteration_record import IterationRecord
 class StatisticsOwner(Protocol):
     """An object that counts something for the statistics."""
 
-    def figures(self) -> Mapping[str, int]:
+    def figures(self) -> Mapping[str, int | str]:
         """Return its statistics for the next record: key -> value. Only keys of a Resource are not in STATISTICS."""
         ...
 

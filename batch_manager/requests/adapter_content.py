@@ -14,9 +14,9 @@ import numpy as np
 
 from ..adapter_values import MODULE_NAMES, SEPARATE_ATTENTION, AdapterContent, AdapterModules, AdapterPart
 from ..errors import InvalidRequestError, counted
-from ..sampling_config import Range
+from ..sampling_config import BITS_64, Range
 from .inference_request import TENSORS
-from .tensor_values import Bound, GivenTensor, integers, read_tensor
+from .tensor_values import Bound, GivenTensor, integers, read_tensor, scalar
 
 TENSORS_OF_AN_ADAPTER = ("lora_weights", "lora_config")
 _INT64 = Range(-(2**63), 2**63 - 1, whole=True)
@@ -50,6 +50,16 @@ def read_adapter(tensors: Mapping[str, Any], max_bytes: int) -> GivenAdapter:
                                   Bound(max_bytes, f"max_request_bytes is {max_bytes:,}", left))
         left -= given[name].num_bytes
     return copied_adapter(given["lora_weights"], given["lora_config"])
+
+
+def checked_task_id(task_id: Any) -> int:
+    """Return a task id as a plain int. A negative int64 counts as its bits.
+
+    Raises InvalidRequestError for a value that is no integer or out of range.
+    """
+    number = scalar(TENSORS["lora_task_id"], task_id)
+    BITS_64.check("lora_task_id", number)
+    return int(number) % 2**64
 
 
 def copied_adapter(weights: GivenTensor, config: GivenTensor) -> GivenAdapter:
@@ -107,7 +117,8 @@ def checked_adapter(given: GivenAdapter, modules: AdapterModules, max_adapter_si
         start += num_elements
     digest.update(kept.data)
     kept.flags.writeable = False
-    return AdapterContent(digest.digest(), dtype, tuple(parts), kept.nbytes)
+    return AdapterContent(digest.digest(), dtype, tuple(parts), kept.nbytes,
+                          max(part.size for part in parts))
 
 
 def _checked_rows(given: GivenAdapter, modules: AdapterModules, max_adapter_size: int

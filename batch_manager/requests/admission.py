@@ -19,16 +19,17 @@ from ..errors import InvalidRequestError, RequestError, RequestTooLargeError, co
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
 from ..sampling_config import (
+    BITS_64,
     FLOAT32_MAX,
     INT32_MAX,
     MAX_TOP_K,
     PARAMETERS,
     SHARE,
-    UINT64_MAX,
     Range,
     SamplingConfig,
     shown,
 )
+from .adapter_content import TENSORS_OF_AN_ADAPTER, GivenAdapter, copied_adapter
 from .dependent_tensors import check_dependent_tensors
 from .inference_request import (
     TENSORS,
@@ -59,9 +60,6 @@ from .tensor_values import (
 # Tensors that are documented and checked but not supported yet, and their features. Any value is refused, except empty
 # `draft_input_ids`. When a feature is built, its rows are removed.
 NOT_BUILT: dict[str, str] = {
-    "lora_task_id": "a LoRA adapter",
-    "lora_weights": "a LoRA adapter",
-    "lora_config": "a LoRA adapter",
     "draft_input_ids": "speculative decoding",
     "draft_logits": "speculative decoding",
 }
@@ -95,12 +93,9 @@ _DEADLINE = TensorSpec("deadline_s", Content.NUMBER, Shape.SCALAR)
 _ARRIVAL = TensorSpec("arrival_time", Content.NUMBER, Shape.SCALAR)
 
 _POSITIVE = Range(1, INT32_MAX, whole=True)
-_TASK_ID = Range(0, UINT64_MAX, whole=True)
 _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
 _ARRIVAL_RANGE = Range(-LATEST_S, LATEST_S)
 _TOP_LOG_PROBS = Range(0, MAX_TOP_LOG_PROBS, whole=True)
-_SEED = Range(-(2**63), UINT64_MAX, whole=True)
-_LORA_NUMBER = Range(0, INT32_MAX, whole=True)
 _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
 
 
@@ -114,6 +109,7 @@ class Admitted:
     num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes made to the request so that it fits max_seq_len, one sentence each
     prompt_table   embeddings of the request's prompt-tuning tokens; None: the request has no embedding table
+    adapter      the adapter that the request brings along, unchecked; None: it has none, or only names one
     arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
     """
 
@@ -123,6 +119,7 @@ class Admitted:
     num_bytes: int
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
+    adapter: GivenAdapter | None = None
     arrival_time: float | None = None
 
 
@@ -332,6 +329,7 @@ class Admission:
         shapes = {name: given.shape for name, given in raw.tensors.items()}
         end_ids = self._end_ids(raw)
         check_dependent_tensors(raw.scalars, shapes, values, end_ids, self.limits)
+        adapter = self._adapter(raw)
         self._check_options(raw, values)
         self._refuse_unsupported(raw, values, sampling.beam_width)
 
@@ -391,8 +389,21 @@ class Admission:
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
+            adapter=adapter,
             arrival_time=None if raw.arrival_time is None else float(raw.arrival_time),
         )
+
+    def _adapter(self, raw: _RawRequest) -> GivenAdapter | None:
+        """Return a copy of the adapter in the request's tensors; None if it has none."""
+        given = [name for name in ("lora_task_id", *TENSORS_OF_AN_ADAPTER)
+                 if name in raw.scalars or name in raw.tensors]
+        if given and not self.limits.max_adapter_size:
+            raise InvalidRequestError(f"{given[0]} asks for a LoRA adapter", "this engine has no cache for adapters",
+                                      f"set TrtGptModelOptionalParams.peft_cache_config, or leave {given[0]} out")
+        if len(given) == 2:
+            raise InvalidRequestError(f"{' and '.join(given)} are set without lora_task_id",
+                                      "an adapter has an id, by which later requests name it", "set lora_task_id")
+        return copied_adapter(*(raw.tensors[name] for name in TENSORS_OF_AN_ADAPTER)) if len(given) == 3 else None
 
     def _post_processor_for(self, request: LlmRequest, raw: _RawRequest) -> LogitsPostProcessor | None:
         given = raw.logits_post_processor
@@ -408,8 +419,8 @@ class Admission:
         given = {name: raw.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()
                  if parameter.tensor in raw.scalars}
         if "random_seed" in given:
-            _SEED.check("random_seed", given["random_seed"])
-            given["random_seed"] %= 2**64       # a client may store an unsigned seed in an int64 tensor
+            BITS_64.check("random_seed", given["random_seed"])
+            given["random_seed"] %= 2**64
         # These ranges are narrower than SamplingConfig's, and their errors name the vocabulary's.
         self._top_k.check("runtime_top_k", given.get("top_k", 0))
         self._id_or_none.check("runtime_top_p_reset_ids", given.get("top_p_reset_ids", -1))
@@ -438,7 +449,8 @@ class Admission:
         if "prompt_vocab_size" in scalars:
             _POSITIVE.check("prompt_vocab_size", scalars["prompt_vocab_size"])
         if "lora_task_id" in scalars:
-            _TASK_ID.check("lora_task_id", scalars["lora_task_id"])
+            BITS_64.check("lora_task_id", scalars["lora_task_id"])
+            scalars["lora_task_id"] %= 2**64
 
         vocab = self.limits.vocab_size
         num_tuning_ids = scalars.get("prompt_vocab_size", 0)
@@ -451,11 +463,9 @@ class Admission:
                 values[name] = ids(given, vocab)
             elif given.spec.shape is Shape.WORDS:
                 values[name] = words(given, vocab)
-            elif name == "lora_config":
-                values[name] = integers(given, _LORA_NUMBER)
             elif name == "input_token_extra_ids":
                 values[name] = integers(given, _EXTRA_ID).tolist()
-            elif name != "input_ids":
+            elif name not in ("input_ids", *TENSORS_OF_AN_ADAPTER):
                 values[name] = floats(given)
         return values
 
@@ -482,7 +492,7 @@ class Admission:
 
     def _refuse_unsupported(self, raw: _RawRequest, values: Mapping[str, Any], beam_width: int) -> None:
         asked = [name for name, value in raw.scalars.items() if value != TENSORS[name].default]
-        # A bias of zeros is the same as none; an adapter of zeros, or without rows, is still an adapter.
+        # A bias of zeros is the same as none.
         asked += [name for name, value in values.items()
                   if (value.any() if name == "embedding_bias" else isinstance(value, np.ndarray) or value)]
         for name in asked:

@@ -43,11 +43,7 @@ def check_dependent_tensors(scalars: Mapping[str, Any], shapes: Mapping[str, tup
         _require_equal("columns of prompt_embedding_table", columns, "hidden_size of the model",
                        limits.hidden_size)
 
-    _require_both("lora_weights", "lora_config", set(shapes), "leave {0} out")    # a LoRA adapter is refused
-    if "lora_config" in shapes:
-        _require_equal("columns of lora_config", shapes["lora_config"][1], "module, layer and adapter size", 3)
-        _require_equal("rows of lora_weights", shapes["lora_weights"][0], "the number of rows of lora_config",
-                       shapes["lora_config"][0])
+    _require_both("lora_weights", "lora_config", set(shapes))
 
     width, stop_words = scalars.get("beam_width", 1), values.get("stop_words_list", ())
     candidates = num_beam_candidates(width, end_ids, stop_words)

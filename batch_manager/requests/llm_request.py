@@ -5,6 +5,7 @@ Other objects keep the blocks, sampling state, timings and deliveries of a reque
 
 from collections.abc import Hashable, Sequence
 
+from ..adapter_values import AdapterContent
 from ..names import LlmRequestState
 from .retention import KvCacheRetentionConfig
 
@@ -44,6 +45,7 @@ class LlmRequest:
     max_new_tokens      largest number of tokens to generate after the first prompt_len tokens
     final_length        largest length of the sequence, at which its output is complete; a pause does not change it
     beam_width, lora_task_id, priority   options of the request; larger priorities go first
+    adapter             content of the LoRA adapter that `lora_task_id` names; None: no adapter, or not looked up yet
     draft_tokens        the draft tokens that the request's next generation step, or the last chunk of its context,
                         verifies
     draft_len           number of draft tokens
@@ -66,12 +68,13 @@ class LlmRequest:
     """
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
-                 "beam_width", "_draft_tokens", "draft_len", "step_tokens", "lora_task_id", "priority", "batch_key",
-                 "cache_salt", "token_extra_ids", "retention", "in_lockstep", "state", "context_position",
+                 "beam_width", "_draft_tokens", "draft_len", "step_tokens", "lora_task_id", "adapter", "priority",
+                 "batch_key", "cache_salt", "token_extra_ids", "retention", "in_lockstep", "state", "context_position",
                  "context_read", "seq_slot", "num_pauses", "computed_before_pause")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
-                 draft_tokens: Sequence[int] = (), lora_task_id: int | None = None, priority: float = 0.5,
+                 draft_tokens: Sequence[int] = (), lora_task_id: int | None = None,
+                 adapter: AdapterContent | None = None, priority: float = 0.5,
                  batch_key: Hashable = None, cache_salt: Hashable = None,
                  token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None,
                  in_lockstep: bool = False) -> None:
@@ -84,6 +87,7 @@ class LlmRequest:
         self.beam_width = beam_width
         self.draft_tokens = draft_tokens
         self.lora_task_id = lora_task_id
+        self.adapter = adapter
         self.priority = priority
         self.batch_key = batch_key
         self.cache_salt = cache_salt
@@ -103,6 +107,11 @@ class LlmRequest:
     def draft_tokens(self, tokens: Sequence[int]) -> None:
         self._draft_tokens, self.draft_len = tokens, len(tokens)
         self.step_tokens = self.beam_width + self.draft_len
+
+    @property
+    def adapter_digest(self) -> bytes | None:
+        """The name of the content of the request's adapter; None without an adapter."""
+        return None if self.adapter is None else self.adapter.digest
 
     @property
     def num_tokens(self) -> int:

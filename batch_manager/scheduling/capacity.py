@@ -13,6 +13,8 @@ from ..requests.llm_request import GENERATING, LlmRequest
 from .duplicates import DuplicateDelay
 from .interfaces import CapacityScheduler, RequestList, schedulable
 
+STARVED_PLANS = 64    # plans that may skip a context for its adapter before others have to wait for it
+
 
 class GuaranteedNoEvictScheduler(CapacityScheduler):
     """Starts a request only when it can run to its last token without pausing another request.
@@ -20,7 +22,8 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
     The scheduler first reserves the blocks that started requests may still need, whatever their order. Then it admits
     contexts in order. A context between two chunks holds blocks and is always admitted. The first new context that does
     not fit closes the admission gate, so that later, smaller requests cannot overtake it for ever. A context is skipped
-    if its adapter does not fit, or if another request is computing the context's next block.
+    if its adapter does not fit, or if another request is computing the context's next block. After STARVED_PLANS plans
+    that skipped a context for its adapter, no other adapter is admitted before it.
 
     Never pauses.
 
@@ -36,16 +39,28 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
         self.kv_cache_manager = kv_cache_manager
         self.peft_cache_manager = peft_cache_manager
         self.in_line = in_line
+        self._plans_skipped: dict[LlmRequest, int] = {}    # for want of adapter pages, while it waits
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, contexts = _generating_first(active_requests, self.max_num_requests)
         if contexts and len(fitting) < self.max_num_requests:
             gate = _AdmissionGate(self.kv_cache_manager, self.peft_cache_manager,
                                   fitting if self.in_line else active_requests, self.in_line)
+            gate.starved = next((request for request in contexts
+                                 if self._plans_skipped.get(request, 0) >= STARVED_PLANS), None)
             delay = DuplicateDelay(self.kv_cache_manager, active_requests)
             undelayed = (request for request in contexts if not delay.holds_back(request))
             fitting += gate.admitted(undelayed, self.max_num_requests - len(fitting))
+            if gate.skipped or self._plans_skipped:
+                self._note_skipped(gate.skipped, contexts, fitting)
         return fitting, []
+
+    def _note_skipped(self, skipped: RequestList, contexts: RequestList, fitting: RequestList) -> None:
+        before, started = self._plans_skipped, set(fitting)
+        self._plans_skipped = {request: before[request] for request in contexts
+                               if request in before and request not in started}
+        for request in skipped:
+            self._plans_skipped[request] = before.get(request, 0) + 1
 
 
 class StaticBatchScheduler(CapacityScheduler):
@@ -86,7 +101,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
     as free. The victim and all requests after it do not run in this iteration. If the request that does not fit
     comes before the victim, the scheduler tries it again. Requests before it are never paused, so the first in line
     always advances. A context is skipped if another request is computing the context's next block, unless the
-    context is the first in line.
+    context is the first in line, and if the plan loads so many adapters already that it may not load the context's.
 
     two_step_lookahead   run a generating request only if the blocks of its next two steps fit, as two micro-batches in
                          flight need; otherwise, only those of its next step must fit
@@ -114,6 +129,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 del line[taken]
                 continue
             if taken < self.max_num_requests:
+                if pages is not None and not pages.may_load(request):
+                    del line[taken]
+                    continue
                 need = ledger.blocks_for_next_step(request, self.two_step_lookahead)
                 if ledger.fits(need) and (pages is None or pages.fits(request)):
                     ledger.spend(need, request)
@@ -158,6 +176,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
 class _AdmissionGate:
     """Admits contexts that can run to their last token within the budgets of blocks and adapter pages.
 
+    starved   a context without which no other adapter is admitted; None: there is none
+    skipped   contexts that were passed over because their adapter did not fit
+
     promised   requests that go before all contexts. For those that hold blocks, the gate first sets aside the blocks
                that they still need and the pages of their adapters
     in_line    True: started contexts, of which some but not all chunks were computed, must fit like new contexts,
@@ -167,6 +188,8 @@ class _AdmissionGate:
 
     def __init__(self, kv_cache_manager: KvCacheManager, peft_cache_manager: PeftCacheManager | None,
                  promised: RequestList, in_line: bool) -> None:
+        self.starved: LlmRequest | None = None
+        self.skipped: RequestList = []
         self._owns = kv_cache_manager.owns
         self._in_line = in_line
         self._ledger = kv_cache_manager.start_scheduling()
@@ -190,12 +213,20 @@ class _AdmissionGate:
                 need = self._ledger.blocks_to_completion(request)
                 if not self._ledger.fits(need):
                     is_open = False
-                elif self._pages is None or self._pages.fits(request):
+                elif self._pages is None or request.adapter is None:
                     self._ledger.spend(need, request)
-                    if self._pages is not None:
-                        self._pages.spend(request)
                     fitting.append(request)
+                elif self._admits_adapter(self._pages, request):
+                    self._ledger.spend(need, request)
+                    self._pages.spend(request)
+                    fitting.append(request)
+                else:
+                    self.skipped.append(request)
         return fitting
+
+    def _admits_adapter(self, pages: PageLedger, request: LlmRequest) -> bool:
+        is_held_back = self.starved is not None and request.adapter_digest != self.starved.adapter_digest
+        return not is_held_back and pages.fits(request) and pages.may_load(request)
 
 
 def _generating_first(active_requests: RequestList, max_num_requests: int) -> tuple[RequestList, RequestList]:

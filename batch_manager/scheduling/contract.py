@@ -9,6 +9,7 @@ from typing import TypeVar
 from ..config import Limits
 from ..errors import SchedulerContractError, counted, type_name
 from ..kv.kv_cache_manager import KvCacheManager
+from ..kv.peft_cache_manager import PeftCacheManager
 from ..requests.llm_request import GENERATING, LlmRequest
 from .interfaces import RequestList, SchedulerOutput
 
@@ -58,12 +59,17 @@ def context_drafts(plan: SchedulerOutput, kv: KvCacheManager) -> list[tuple[LlmR
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,
-               inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits) -> None:
+               inflight_request_ids: Collection[int], kv_cache_manager: KvCacheManager, limits: Limits,
+               peft_cache_manager: PeftCacheManager | None = None) -> None:
     """Raise SchedulerContractError if the plan breaks a rule.
 
     One rule is not checked here, but by the loop: if no step is in flight, the plan must schedule a request.
     """
     rule = broken_rule(plan, active_requests, inflight_request_ids, kv_cache_manager, limits)
+    if rule is None and peft_cache_manager is not None:
+        needed, free = peft_cache_manager.pages_to_claim(plan.context_requests, plan.paused_requests)
+        if needed > free:
+            rule = f"the plan needs {counted(needed, 'adapter page')} and its pauses leave {free} free"
     if rule is not None:
         raise SchedulerContractError(scheduler, rule)
 

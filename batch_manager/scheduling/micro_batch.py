@@ -164,8 +164,9 @@ class EvenMicroBatches(MicroBatchScheduler):
         return self.micro_batch_scheduler.schedule(ready[:share], ())
 
 
-def _adapter(request: LlmRequest) -> int:
-    return -1 if request.lora_task_id is None else request.lora_task_id
+def _adapter(request: LlmRequest) -> tuple[int, bytes]:
+    """The place of a request in the order by adapter. After a change of content, an id has an old and a new one."""
+    return (-1, b"") if request.lora_task_id is None else (request.lora_task_id, request.adapter_digest or b"")
 
 
 def _by_adapter(requests: RequestList) -> RequestList:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from ..config import Limits
 from ..kv.kv_cache_manager import KvCacheManager
+from ..kv.peft_cache_manager import PeftCacheManager
 from ..names import SchedulerPolicy
 from ..requests.llm_request import GENERATING, LlmRequest
 from .duplicates import DuplicateDelay
@@ -19,16 +20,19 @@ BATCH_SIZE = "max_batch_size"            # the step has max_batch_size requests
 BATCH_RUNS = "static batch"              # the running static batch has not ended (TrtGptModelType.V1)
 PREFIX = "prefix being computed"         # another request computes a block that this request will share
 BLOCKS = "KV cache blocks"               # too few blocks are free and not reserved for started requests
+ADAPTER_PAGES = "adapter pages"          # too few pages for its adapter are free, or the step loads others first
 TOKENS = "max_num_tokens"                # too few tokens of the step are left
 BEAM_WIDTH = "beam width"                # the generating requests of the step have another beam width
 ORDER = "order"                          # no other reason: after a waiting request, or the scheduler's choice
-REASONS = (IN_FLIGHT, COMPLETE, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, TOKENS, BEAM_WIDTH, ORDER)
+REASONS = (IN_FLIGHT, COMPLETE, BATCH_SIZE, BATCH_RUNS, PREFIX, BLOCKS, ADAPTER_PAGES, TOKENS, BEAM_WIDTH,
+           ORDER)
 
 MOST_EXAMINED = 16    # requests examined per iteration; further requests get the reason ORDER
 
 
 def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flight_ids: Collection[int],
-                    kv_cache_manager: KvCacheManager, limits: Limits, *,
+                    kv_cache_manager: KvCacheManager, limits: Limits,
+                    peft_cache_manager: PeftCacheManager | None = None, *,
                     is_static: bool = False) -> dict[str, tuple[int, ...]]:
     """Return reason -> ids of the active requests that the plan leaves out for this reason.
 
@@ -50,7 +54,8 @@ def waiting_reasons(plan: SchedulerOutput, active_requests: RequestList, in_flig
         else:
             ready.append(request)
     if ready:
-        reason_of = _Obstacles(plan, active_requests, kv_cache_manager, limits, is_static=is_static).first
+        reason_of = _Obstacles(plan, active_requests, kv_cache_manager, limits, peft_cache_manager,
+                               is_static=is_static).first
         for index, request in enumerate(ready):
             reason = reason_of(request) if index < MOST_EXAMINED else ORDER
             reasons.setdefault(reason, []).append(request.request_id)
@@ -61,12 +66,16 @@ class _Obstacles:
     """Finds the first obstacle that keeps a request out of a plan."""
 
     def __init__(self, plan: SchedulerOutput, active_requests: RequestList, kv_cache_manager: KvCacheManager,
-                 limits: Limits, *, is_static: bool) -> None:
+                 limits: Limits, peft_cache_manager: PeftCacheManager | None, *, is_static: bool) -> None:
         contexts, generation = plan.context_requests, plan.generation_requests
         self._limits, self._kv, self._is_static = limits, kv_cache_manager, is_static
         self._delay = DuplicateDelay(kv_cache_manager, active_requests)
         for request in contexts:
             self._delay.holds_back(request)             # records the block that the step computes
+        self._pages, self._held = None, {request for request in active_requests if kv_cache_manager.owns(request)}
+        if peft_cache_manager is not None:
+            self._pages = peft_cache_manager.start_scheduling()
+            self._pages.spend(*self._held.difference(plan.paused_requests), *contexts)
         self._is_full = len(contexts) + len(generation) >= limits.max_batch_size
         self._generates = bool(generation)
         self._beam_width = generation[0].beam_width if generation else None
@@ -97,6 +106,9 @@ class _Obstacles:
             return PREFIX
         if not self._ledger.fits(self._blocks(request)):
             return BLOCKS
+        if self._pages is not None and request not in self._held and not (
+                self._pages.fits(request) and self._pages.may_load(request)):
+            return ADAPTER_PAGES
         if self._least_tokens(request) > self._tokens_left:
             return TOKENS
         if request.state in GENERATING and self._beam_width not in (None, request.beam_width):

@@ -84,6 +84,20 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Kernel Dispatch", "text", NOW, "what computes a step: triton, compiled (code on a CPU) or torch"),
     Statistic("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed", always=False),
     Statistic("Compute Threads", "threads", NOW, "that compute a step on a CPU", always=False),
+    # With peft_cache_config:
+    *(Statistic(name, unit, time, meaning, always=False) for name, unit, time, meaning in (
+        ("LoRA Device Pages", "pages", NOW, "for adapters on the device"),
+        ("Free LoRA Device Pages", "pages", NOW, "that no running request holds, those of idle adapters included"),
+        ("Used LoRA Device Pages", "pages", NOW, "that running requests hold"),
+        ("LoRA Adapters On Device", "adapters", NOW, "on the device, in use or idle"),
+        ("LoRA Loads", "adapters", START, "copied to the device"),
+        ("LoRA Evictions", "adapters", START, "overwritten on the device"),
+        ("LoRA Adapters On Host", "adapters", NOW, "in the host cache"),
+        ("LoRA Host Cache Bytes", "bytes", NOW, "of the host cache"),
+        ("Used LoRA Host Cache Bytes", "bytes", NOW, "of those, the ones with adapters"),
+        ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
+        ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
+        ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"))),
     *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
       for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)

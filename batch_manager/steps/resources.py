@@ -48,7 +48,11 @@ class Resource(Protocol):
         """Release everything that the request holds of the resource."""
         ...
 
-    def figures(self) -> Mapping[str, int]:
+    def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
+        """Return the setup of the request's slot with what the device must know of the resource, after the claim."""
+        ...
+
+    def figures(self) -> Mapping[str, int | str]:
         """Return the current statistics of the resource: name in the record -> value. The names never change."""
         ...
 
@@ -116,9 +120,9 @@ class Resources:
         return ScheduledBatch(iteration, micro_batch_id, context, generation,
                               max_beam_width=self._kv.sequences.max_beam_width)
 
-    def figures(self) -> dict[str, int]:
+    def figures(self) -> dict[str, int | str]:
         """Return the statistics of all resources besides blocks."""
-        figures: dict[str, int] = {}
+        figures: dict[str, int | str] = {}
         for resource in self.others:
             figures |= resource.figures()
         return figures
@@ -197,6 +201,8 @@ class Resources:
         if request.is_first_context_chunk:
             tokens = np.array(request.tokens[0], np.int32)
             setup = self._setups[request.request_id].continuing(tokens)
+            for resource in self.others:
+                setup = resource.set_up(request, setup)
             reused = self._kv.reused_tokens(request)
             size = chunk_after_reuse(size, reused, request.prompt_len, self._kv.tokens_per_block)
             request.skip_context(reused)

@@ -4,11 +4,16 @@ The backend stores tokens in its block pool and reads the history back through t
 freed too early or a lost token therefore changes all later output. `expected_tokens` computes the correct output
 independently.
 
-    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B)             mix: the finalizer of splitmix64
+    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B + mark)      mix: the finalizer of splitmix64
     word            = mix(key ^ salt ^ sum of the terms of the history)    all modulo 2^64
     next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
     salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
     i               = position of the token in its sequence;  key, A, B: constants
+    mark            = 0 without an adapter, else mix(sum of mix(word of page j + (j + 1) * A)) over the adapter's pages
+
+The word of a page is a hash of the content that was loaded into it, and of the rank. A token's mark is computed in its
+step, from the pages of its sequence, and is stored beside the token. So a wrong or stale page, or a block that was
+computed with another adapter, also changes all later output.
 
 With beams, each beam has as many candidates as the beam search considers, at most vocab_size. The beam search is the
 same as for models:
@@ -23,11 +28,13 @@ logits that are 1 at the next token and 0 elsewhere. It causes torch to be impor
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..adapter_values import LARGEST_ADAPTER_SIZE, AdapterContent, AdapterModules
 from ..arguments import MAX_DRAFT_TOKENS
 from ..attention.windows import blocks_seen
 from ..decoding.beam_search import BeamSearch, BeamSearches
@@ -58,6 +65,10 @@ WORD = (1 << 64) - 1
 POSITION_FACTOR, TOKEN_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 UNWRITTEN = -1
+UNLOADED = 0              # no word of an adapter page is even
+# The projections that the adapters of this backend change: small, and not the same in every layer.
+ADAPTER_MODULES = AdapterModules({"attn_q": ((3, 4), (3, 4)), "attn_dense": ((4, 3), (4, 3)),
+                                  "mlp_4h_to_h": ((5, 3), None)})
 
 Script = Callable[[list[int]], int | None]
 StepHook = Callable[[ScheduledBatch], Mapping[int, RowFailure] | None]
@@ -86,6 +97,8 @@ class ScriptedBackend:
                       With a window, the history is read back in every step, even without `verify`, and blocks outside
                       the window may be freed
     host_blocks       number of blocks in the host pool, for evicted blocks
+    adapter_pages     number of pages for adapters, see seams.BackendInfo; 0: the backend has no adapters
+    on_load           function (AdapterLoad), called before the pages are written. If it raises, the pages have garbage
     verify            read the whole history back in every step, and check each batch. False: keep a running hash per
                       slot and check nothing, for benchmarks of the host; a successful step cannot run again
 
@@ -96,7 +109,8 @@ class ScriptedBackend:
                  tokens_per_block: int = 8, num_slots: int = 16, key: int = 0, script: Script | None = None,
                  on_step: StepHook | None = None, on_finish: StepHook | None = None, verify: bool = True,
                  window: int | None = None, sink: int = 0, host_blocks: int = 0, is_asynchronous: bool = False,
-                 step_seconds: float = 0.0) -> None:
+                 step_seconds: float = 0.0, adapter_pages: int = 0,
+                 on_load: Callable[[AdapterLoad], None] | None = None) -> None:
         if script is not None and window is not None:
             raise ConfigError("a ScriptedBackend was given a script and a window",
                               "a script gets the whole history, never a window", "remove one")
@@ -104,9 +118,11 @@ class ScriptedBackend:
                                 tokens_per_block=tokens_per_block, num_slots=num_slots, dispatch="scripted",
                                 device="none", dtype="int32", attention_window=window, sink_tokens=sink,
                                 host_blocks=host_blocks, is_asynchronous=is_asynchronous, copies_blocks=True,
-                                max_draft_tokens=MAX_DRAFT_TOKENS if verify and script is None else 0)
+                                max_draft_tokens=MAX_DRAFT_TOKENS if verify and script is None else 0,
+                                max_adapter_size=min(adapter_pages, LARGEST_ADAPTER_SIZE), adapter_pages=adapter_pages,
+                                adapter_modules=ADAPTER_MODULES if adapter_pages else None)
         self.key, self.script, self.verify = key & WORD, script, verify
-        self.on_step, self.on_finish = on_step, on_finish
+        self.on_step, self.on_finish, self.on_load = on_step, on_finish, on_load
         self.window, self.sink = window, sink
         self.num_steps = 0
         self.step_seconds = step_seconds
@@ -117,6 +133,10 @@ class ScriptedBackend:
         self._num_operations = 0                                  # device operations done so far
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
         self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
+        self._pages = np.full(adapter_pages, UNLOADED, np.uint64)  # the word of each adapter page
+        self._pages_of: dict[int, tuple[int, ...]] = {}            # slot -> pages of its adapter
+        self._marks, self._host_marks = (np.zeros(len(pool) * bool(adapter_pages), np.uint64)
+                                         for pool in (self._pool, self._host_pool))
         self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens with non-finite values
         self._host_poisoned = np.zeros((host_blocks, tokens_per_block), bool)
         self._any_poisoned = False
@@ -171,6 +191,8 @@ class ScriptedBackend:
             self._check(batch, layout)
 
         self._pool[layout.pool_slots] = layout.tokens
+        if len(self._pages):
+            self._marks[layout.pool_slots] = layout.marks
         if self._any_poisoned:
             self._poisoned.reshape(-1)[layout.pool_slots] = False
         sums = self._sums(batch, layout)
@@ -210,10 +232,19 @@ class ScriptedBackend:
                 tokens[destination: destination + operation.num_tokens] = (
                     source_tokens[source: source + operation.num_tokens])
                 poisoned[operation.destination] = source_poisoned[operation.source]
+                if len(self._pages):
+                    marks = self._host_marks if operation.to_host else self._marks
+                    marks[destination: destination + operation.num_tokens] = (
+                        self._host_marks if operation.from_host else self._marks)[
+                            source: source + operation.num_tokens]
             case BlockClear():
                 self.clear_block(operation.block_id, operation.first_token)
             case AdapterLoad():
-                pass
+                self._pages[list(operation.page_ids)] = UNLOADED
+                if self.on_load is not None:
+                    self.on_load(operation)
+                assert operation.content is not None
+                self._pages[list(operation.page_ids)] = np.array(page_words(operation.content), np.uint64)
 
     def clear_block(self, block_id: int, first_token: int) -> None:
         """Mark a block's tokens from index `first_token` on as finite. The stored tokens stay."""
@@ -239,21 +270,23 @@ class ScriptedBackend:
         return self._pool[self._tables.rows[row, positions // size] * size + positions % size].tolist()
 
     def expected(self, prompt: Sequence[int], count: int, *, end_id: int | Sequence[int] = -1,
-                 random_seed: int | None = None) -> list[int]:
+                 random_seed: int | None = None, adapter: AdapterContent | None = None) -> list[int]:
         """Return the tokens that this backend must generate for a prompt; see `expected_tokens`."""
         return self.expected_tokens(prompt, count, vocab_size=self.info.vocab_size, key=self.key, end_id=end_id,
-                                    random_seed=random_seed, window=self.window, sink=self.sink)
+                                    random_seed=random_seed, window=self.window, sink=self.sink, adapter=adapter)
 
     @staticmethod
     def expected_tokens(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
                         end_id: int | Sequence[int] = -1,
-                        random_seed: int | None = None, window: int | None = None, sink: int = 0) -> list[int]:
+                        random_seed: int | None = None, window: int | None = None, sink: int = 0,
+                        adapter: AdapterContent | None = None) -> list[int]:
         """Oracle: return up to `count` tokens after `prompt`, without the end id. Uses plain Python integers.
 
         random_seed   None: greedy
         """
         return [token for token, _ in expected_samples(prompt, count, vocab_size=vocab_size, key=key, end_id=end_id,
-                                                       random_seed=random_seed, window=window, sink=sink)]
+                                                       random_seed=random_seed, window=window, sink=sink,
+                                                       adapter=adapter)]
 
     # one step
 
@@ -275,6 +308,8 @@ class ScriptedBackend:
             end_ids = [*setup.end_ids, *[-1] * (8 - len(setup.end_ids))]
             state[work.slot] = (work.start, 0, end_ids, _salt(setup), setup.return_log_probs,
                                 setup.top_log_probs, setup.return_generation_logits, setup.return_context_logits, True)
+            if len(self._pages):
+                self._pages_of[work.slot] = setup.adapter_pages
             self._any_extras |= (setup.return_log_probs or setup.return_generation_logits
                                     or setup.top_log_probs > 0)
             if setup.logits_post_processor is not None and self._post_processors is None:
@@ -312,7 +347,12 @@ class ScriptedBackend:
             positions = np.arange(len(tokens)) + (starts - np.cumsum(counts) + counts)[owners]
             token_rows = table_rows[owners]
         pool_slots = self._tables.rows[token_rows, positions // size] * size + positions % size
-        return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots)
+        marks = None
+        if len(self._pages):
+            marks = np.array([mark_of(self._pages[list(self._pages_of[slot])].tolist()) for slot in slots.tolist()],
+                             np.uint64)
+            marks = marks if owners is None else marks[owners]
+        return _Layout(slots, table_rows, starts, counts, tokens, positions, owners, pool_slots, marks)
 
     def _sums(self, batch: ScheduledBatch, step: "_Layout") -> np.ndarray:
         """Return, per sequence, the sum of the hash terms of all tokens that its last token attends to.
@@ -322,7 +362,7 @@ class ScriptedBackend:
         if (self.verify or self.window is not None or batch.generation.beam_width > 1
                 or batch.has_drafts):
             return self._read_back(step.table_rows, step.starts + step.counts)
-        terms = self._terms(step.positions, step.tokens)
+        terms = self._terms(step.positions, step.tokens, step.marks)
         if step.owners is not None:
             terms = np.add.reduceat(terms, np.cumsum(step.counts) - step.counts)
         before = self._state["sum"][step.slots]
@@ -349,16 +389,19 @@ class ScriptedBackend:
             owners, positions = owners[seen], positions[seen]
             counts = np.bincount(owners)
             starts = np.cumsum(counts) - counts
-        tokens = self._pool[self._tables.rows[table_rows[owners], positions // size] * size + positions % size]
-        return np.add.reduceat(self._terms(positions, tokens), starts)
+        pool_slots = self._tables.rows[table_rows[owners], positions // size] * size + positions % size
+        marks = self._marks[pool_slots] if len(self._pages) else None
+        return np.add.reduceat(self._terms(positions, self._pool[pool_slots], marks), starts)
 
-    def _terms(self, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _terms(self, positions: np.ndarray, tokens: np.ndarray, marks: np.ndarray | None = None) -> np.ndarray:
         term = (positions + 1).astype(np.uint64)
         term *= np.uint64(POSITION_FACTOR)
         token_part = (tokens + 1).astype(np.uint64)
         token_part *= np.uint64(TOKEN_FACTOR)
         term += token_part
         term += np.uint64(self.key)
+        if marks is not None:
+            term += marks
         return _mix_array(term)
 
     def _words(self, sums: np.ndarray, salts: np.ndarray) -> np.ndarray:
@@ -518,7 +561,8 @@ class ScriptedBackend:
             if self._state["context_logits"][work.slot]:
                 positions = step.positions[begin: stop - work.num_drafts]
                 if self.window is None and not work.num_drafts:
-                    terms = self._terms(positions, step.tokens[begin:stop])
+                    terms = self._terms(positions, step.tokens[begin:stop],
+                                        None if step.marks is None else step.marks[begin:stop])
                     before = sums[row: row + 1] - terms.sum(keepdims=True)
                     prefixes = before + np.cumsum(terms)
                 else:
@@ -561,6 +605,10 @@ class ScriptedBackend:
         _require(int(step.slots.max(initial=0)) < len(state) and bool(state["set_up"][step.slots].all()),
                  "a slot was never set up", step.slots)
         _require(bool((step.counts > 0).all()), "a context chunk is empty", step.slots)
+        for slot in step.slots.tolist() if self._pages_of else ():
+            pages = list(self._pages_of[slot])
+            _require(bool((self._pages[pages] != UNLOADED).all()), "an adapter page of a slot was never loaded",
+                     np.array(pages))
         lengths = state["length"][step.slots]                     # greater than `start` if the step runs again
         _require(bool((step.starts <= lengths).all()), "a start exceeds the cached length", lengths, step.starts)
         _require(bool((ends <= self._tables.mapped[step.table_rows] * size).all()),
@@ -641,6 +689,7 @@ class _Layout:
     positions    [T] position of each token in its sequence
     owners       [T] index of each token's sequence; None if every sequence has one token
     pool_slots   [T] index of each token in the pool, counted in tokens
+    marks        [T] mark of the adapter of each token; None if the backend has no adapters
     """
 
     slots: np.ndarray
@@ -651,6 +700,7 @@ class _Layout:
     positions: np.ndarray
     owners: np.ndarray | None
     pool_slots: np.ndarray
+    marks: np.ndarray | None = None
 
 
 SLOT_STATE = np.dtype([
@@ -661,9 +711,10 @@ SLOT_STATE = np.dtype([
 
 def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
                      end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
-                     sink: int = 0) -> list[tuple[int, float]]:
+                     sink: int = 0, adapter: AdapterContent | None = None) -> list[tuple[int, float]]:
     """Return up to `count` pairs (token, log-prob) after `prompt`, without the end id, computed one token at a time."""
     terms: list[int] = []
+    mark = mark_of([] if adapter is None else page_words(adapter))
     end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
 
     def seen_with(token: int) -> int:
@@ -672,7 +723,7 @@ def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 100
         The new term is added, and the term that leaves the window is subtracted.
         """
         position = len(terms)
-        terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR))
+        terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR + mark))
         leaves = window is not None and position - window >= sink
         return terms[position] - (terms[position - window] if leaves else 0)
 
@@ -690,12 +741,25 @@ def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 100
     return samples
 
 
+def page_words(adapter: AdapterContent) -> list[int]:
+    """Return the words of the pages of an adapter, in order of rank."""
+    return [int.from_bytes(blake2b(adapter.digest + rank.to_bytes(2, "big"), digest_size=8).digest(), "big") | 1
+            for rank in range(adapter.num_pages)]
+
+
+def mark_of(words: Sequence[int]) -> int:
+    """Return the mark of an adapter whose pages have these words; 0 without pages."""
+    return _mix(sum(_mix(word + (rank + 1) * POSITION_FACTOR) for rank, word in enumerate(words))) if words else 0
+
+
 def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
-                        window: int | None = None, sink: int = 0) -> list[tuple[int, float]]:
+                        window: int | None = None, sink: int = 0, adapter: AdapterContent | None = None
+                        ) -> list[tuple[int, float]]:
     """Oracle for beams: return up to `count` candidates (token, log-prob) after a history."""
+    mark = mark_of([] if adapter is None else page_words(adapter))
     length = len(history)
     seen = [i for i in range(length) if window is None or i >= length - window or i < sink]
-    terms = [_mix(key + (i + 1) * POSITION_FACTOR + (history[i] + 1) * TOKEN_FACTOR) for i in seen]
+    terms = [_mix(key + (i + 1) * POSITION_FACTOR + (history[i] + 1) * TOKEN_FACTOR + mark) for i in seen]
     word = _mix(key ^ (sum(terms) & WORD))
     words = [word] + [_mix(word + j * POSITION_FACTOR) for j in range(1, min(count, vocab_size))]
     return [(((word >> 16) + j) % vocab_size, -(words[j] & 0xFFFF) / 4096) for j in range(len(words))]

@@ -37,6 +37,7 @@ from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
 from batch_manager.scheduling.simple import SimpleScheduler
 from tests.conformance.estimates import Estimates
 from tests.harness.clock import VirtualClock
+from tests.harness.scripted_adapters import adapter_of
 
 DIVISIONS = {
     "FIRST_COME_FIRST_SERVED": first_come_first_served,
@@ -52,11 +53,13 @@ NOBODY = 10**9
 # Requests
 
 
-def make_request(record: dict) -> LlmRequest:
+def make_request(record: dict, pages: int = 1) -> LlmRequest:
+    """Make the request of a record. Its adapter, of `pages` pages, is the id in the record."""
     prompt = record.get("prompt_tokens") or record.get("tokens") or [0] * record["prompt_len"]
     request = LlmRequest(record.get("id", 0), list(prompt), record.get("max_new_tokens", 1),
                          beam_width=record.get("beam_width", 1), draft_tokens=range(record.get("draft_len", 0)),
                          priority=record.get("priority", 0.5), lora_task_id=record.get("lora_task"),
+                         adapter=adapter_of(record.get("lora_task"), pages),
                          cache_salt=record.get("cache_salt"), token_extra_ids=record.get("token_extra_ids"),
                          retention=make_retention(record.get("retention")))
     request.seq_slot = request.request_id
@@ -155,7 +158,7 @@ def make_capacity_scheduler(config: dict, kv):
     policy, most = config["capacity_policy"], config.get("max_num_requests", UNBOUNDED)
     peft = config.get("peft")
     if peft is not None:
-        peft = PeftCacheManager(peft["max_device_pages"], lambda task_id, pages=peft["pages_per_task"]: pages)
+        peft = PeftCacheManager(peft["max_device_pages"])
     if policy == "MAX_UTILIZATION":
         return MaxUtilizationScheduler(most, kv, config.get("two_step_lookahead", False), peft)
     if policy == "GUARANTEED_NO_EVICT":
@@ -203,7 +206,7 @@ def make_kv(config: dict, clock: VirtualClock | None = None) -> KvCacheManager:
 
 
 def capacity_step(config: dict, requests: list[dict]) -> dict:
-    made = [make_request(record) for record in requests]
+    made = [make_request(record, (config.get("peft") or {}).get("pages_per_task", 1)) for record in requests]
 
     @dataclass
     class FixedNeeds:
@@ -324,7 +327,7 @@ def build(config: dict) -> Engine:
 
 
 def submit(engine: Engine, record: dict) -> None:
-    request = make_request(record)
+    request = make_request(record, (engine.config.get("peft") or {}).get("pages_per_task", 1))
     if "context_chunk" in record:
         engine.chunk_of[request.request_id] = record["context_chunk"]
     if "generation_draft_len" in record:

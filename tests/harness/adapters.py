@@ -13,7 +13,8 @@ RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
 
 def content_of(parts, dtype="float32"):
     parts = tuple(parts)
-    return AdapterContent(digest=b"", dtype=dtype, parts=parts, num_bytes=sum(p.a.nbytes + p.b.nbytes for p in parts))
+    return AdapterContent(digest=b"", dtype=dtype, parts=parts, num_pages=max((p.size for p in parts), default=1),
+                          num_bytes=sum(p.a.nbytes + p.b.nbytes for p in parts))
 
 
 def projections_of(model):

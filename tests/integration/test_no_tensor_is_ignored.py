@@ -103,7 +103,8 @@ def test_every_documented_tensor_counts_or_is_refused_by_name(serve):
     for name, before, after in zip(CRAFTED, without, with_it):
         text = after[-1].error
         if text:
-            refused = "this version cannot do that yet" in text and (name in text or COMPANION.get(name, "-") in text)
+            is_clear = "this version cannot do that yet" in text or "this engine has no cache for adapters" in text
+            refused = is_clear and (name in text or COMPANION.get(name, "-") in text)
             assert refused, f"{name}: {text}"
         elif same(before, after):
             ignored.append(name)

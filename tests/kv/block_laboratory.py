@@ -10,6 +10,7 @@ from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.kv.kv_cache_manager import KvCacheManager
 from batch_manager.requests.llm_request import LlmRequest
 from tests.conformance.estimates import Estimates
+from tests.harness.scripted_adapters import adapter_of
 
 from .block_model import BlockModel, Text, domain_of
 
@@ -60,7 +61,7 @@ class BlockLaboratory:
         salt, which = divmod(prompt, 4)
         self.ids += 1
         return LlmRequest(self.ids, [*TEXTS[which == 3][:shared], *TAILS[tail]] or [2], MOST_TOKENS, beam_width=beams,
-                          cache_salt=SALTS[salt], lora_task_id=ADAPTER if salt == 1 else None)
+                          cache_salt=SALTS[salt], adapter=adapter_of(ADAPTER) if salt == 1 else None)
 
     def stranger(self, num_tokens: int) -> LlmRequest:
         """Make a request that shares no blocks with any other."""

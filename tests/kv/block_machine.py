@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from batch_manager.errors import InternalError
 from batch_manager.requests.llm_request import LlmRequest
 from tests.conformance.estimates import Estimates
+from tests.harness.scripted_adapters import adapter_of
 
 from .block_laboratory import MOST_DRAFTS, PROMPT_KINDS, SLOTS, BlockLaboratory
 
@@ -115,8 +116,8 @@ class BlockMachine(BlockLaboratory, RuleBasedStateMachine):
         self.calls["salt"] += 1
         known = self.any_of(number, self.running.values())
         self.ids += 1
-        for salt, adapter in ((self.ids, known.lora_task_id), (known.cache_salt, self.ids)):
-            other = LlmRequest(self.ids, known.tokens[0], 1, cache_salt=salt, lora_task_id=adapter)
+        for salt, adapter in ((self.ids, known.adapter), (known.cache_salt, adapter_of(self.ids))):
+            other = LlmRequest(self.ids, known.tokens[0], 1, cache_salt=salt, adapter=adapter)
             assert self.kv.reusable_tokens(other) == 0 and Estimates(self.kv).reusable_blocks(other) == (0, 0)
             self.look_at(other)
 

@@ -19,7 +19,7 @@ class Text(NamedTuple):
 
 def domain_of(request: LlmRequest) -> tuple:
     """Return the domain of a request: the properties that requests must share to share blocks."""
-    return request.lora_task_id, request.cache_salt
+    return request.adapter_digest, request.cache_salt
 
 
 class BlockModel:

@@ -30,6 +30,7 @@ from batch_manager.scheduling.contract import check_plan
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.scheduling.micro_batch import EvenMicroBatches, TokenBudgetScheduler
 from batch_manager.scheduling.simple import SimpleScheduler
+from tests.harness.scripted_adapters import adapter_of
 
 from .scenario import LONGEST, Options, RequestPlan, Scenario
 from .shadow import GARBAGE, Histories, ShadowDevice, Wrong
@@ -73,7 +74,7 @@ class PlanningRun:
             now=lambda: self.iteration * options.seconds_per_iteration)
         self.peft = None
         if options.spare_pages is not None:
-            self.peft = PeftCacheManager(3 + options.spare_pages, lambda task_id: task_id + 1)
+            self.peft = PeftCacheManager(3 + options.spare_pages)
         self.limits = make_limits(scenario, self.kv.num_blocks)
         self.scheduler = make_scheduler(options, self.limits, self.kv, self.peft)
         self.device = ShadowDevice(options.tokens_per_block, options.window, options.sinks)
@@ -111,7 +112,8 @@ class PlanningRun:
         plan = self.plans[number]
         request = LlmRequest(
             number, list(plan.prompt), plan.max_new_tokens, beam_width=plan.beam_width,
-            draft_tokens=range(plan.draft_len), lora_task_id=plan.lora_task_id, priority=plan.priority,
+            draft_tokens=range(plan.draft_len), lora_task_id=plan.lora_task_id,
+            adapter=adapter_of(plan.lora_task_id, (plan.lora_task_id or 0) + 1), priority=plan.priority,
             cache_salt=plan.cache_salt, token_extra_ids=plan.token_extra_ids, retention=make_retention(plan.retention))
         self.active.add(request)
 
@@ -293,7 +295,7 @@ class PlanningRun:
         return self.history_of(request, request.tokens[beam])
 
     def history_of(self, request: LlmRequest, tokens: list[int]) -> list[int]:
-        domain = request.lora_task_id, request.cache_salt, request.token_extra_ids is not None
+        domain = request.adapter_digest, request.cache_salt, request.token_extra_ids is not None
         return self.histories.of(domain, tokens, request.token_extra_ids)
 
     def next_token(self, request: LlmRequest, tokens: list[int], beam: int = 0) -> int:

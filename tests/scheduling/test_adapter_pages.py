@@ -2,13 +2,16 @@
 
 from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.scheduling.capacity import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
+from tests.harness.scripted_adapters import adapter_of
 
 
 def two_adapters(make_line):
     """Return a Line in which a new request comes before a running one. The adapter pages cannot hold both adapters."""
     line = make_line()
-    line.new, line.running = line.waiting(8, lora_task_id=0), line.between_chunks(8, lora_task_id=1)
-    line.peft = PeftCacheManager(3, lambda task_id: 2)
+    line.new, line.running = (
+        make(8, lora_task_id=task, adapter=adapter_of(task, 2))
+        for task, make in enumerate((line.waiting, line.between_chunks)))
+    line.peft = PeftCacheManager(3)
     line.peft.claim([line.running])
     return line
 

@@ -151,4 +151,5 @@ def test_each_number_of_the_table_is_published_once():
     families = pytest.importorskip("batch_manager.extras.statistic_families").FAMILIES
     names = [name for family in families for name in family.names]
     assert len(set(names)) == len(names)
-    assert set().union(*(family.keys for family in families)) | {"Kernel Dispatch"} == {row.name for row in STATISTICS}
+    assert set().union(*(family.keys for family in families)) | {
+        "Kernel Dispatch", "Running LoRA Tasks", "Waiting LoRA Tasks"} == {row.name for row in STATISTICS}

@@ -6,12 +6,8 @@ import pytest
 
 from batch_manager import SchedulerPolicy, TrtGptModelType
 from batch_manager.errors import OutOfResourceError
-from batch_manager.handover import AdapterLoad, RowFailure
-from batch_manager.kv.peft_cache_manager import PeftCacheManager
+from batch_manager.handover import RowFailure
 from batch_manager.names import ErrorCode
-from batch_manager.requests import admission
-from batch_manager.scheduling.policies import make_scheduler
-from batch_manager.testing.scripted_backend import ScriptedBackend
 
 
 class Licences:
@@ -34,6 +30,10 @@ class Licences:
     def release(self, request):
         self.holders.remove(request.request_id)                    # a KeyError if the request holds none
         self.log.append(("release", self.name, request.request_id))
+
+    def set_up(self, request, setup):
+        assert request.request_id in self.holders
+        return setup
 
     def figures(self):
         return {f"Licences Of {self.name}": self.pieces, f"Used Licences Of {self.name}": len(self.holders)}
@@ -137,61 +137,3 @@ def test_what_was_claimed_is_given_back_when_the_next_has_too_little(make_world,
     world.client.pending = [new_request(4, [4], 3)]
     world.run()
     assert world.client.final(4).error == ""
-
-
-class Loads(ScriptedBackend):
-    """A backend that tracks which LoRA adapter each adapter page holds.
-
-    `check` asserts that the pages of each request in a batch hold the request's adapter.
-    """
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.adapters, self.num_loads, self.num_checked = {}, 0, 0
-
-    def _carry_out(self, operation):
-        super()._carry_out(operation)
-        if isinstance(operation, AdapterLoad):
-            self.num_loads += 1
-            self.adapters.update(dict.fromkeys(operation.page_ids, operation.task_id))
-
-    def check(self, world, batch):
-        pages = world.loop._resources.others[0]
-        for slot in batch.slots():
-            request = world.loop.kv.sequences.owners[slot]
-            assert [self.adapters[page] for page in pages.pages(request)] == [request.lora_task_id] * len(
-                pages.pages(request))
-            self.num_checked += bool(pages.pages(request))
-
-
-@pytest.mark.parametrize("policy", list(SchedulerPolicy))
-def test_adapter_pages_are_such_a_resource(make_world, new_request, monkeypatch, policy):
-    """Pages for LoRA adapters are claimed and released as a resource.
-
-    The test lifts the refusal of requests with an adapter, which the engine does not support yet.
-    """
-    world = make_world()
-    world.client.pending = [new_request(1, [1], 2, lora_task_id=7)]
-    world.run()
-    assert "lora_task_id asks for a LoRA adapter" in world.client.final(1).error
-
-    monkeypatch.delitem(admission.NOT_BUILT, "lora_task_id")
-    pages = PeftCacheManager(3, lambda task_id: 2 if task_id == 7 else 1)
-    backend = Loads(on_step=lambda batch: backend.check(world, batch))
-    world = make_world(policy=policy, backend=backend,
-                       parts={"scheduler": lambda limits, kv: make_scheduler(limits, kv, pages)})
-    world.loop._resources.others = (pages,)
-    world.client.pending = [new_request(i, [i + 1] * 3, 4 + i % 3, lora_task_id=task)
-                            for i, task in enumerate([7, 7, 8, 9, 7, 10, 8])]
-    world.client.pending.append(new_request(99, [5], 3))
-    while world.step():
-        assert not list(pages.faults())
-        in_use = {request.lora_task_id for request in world.loop.active if world.loop.kv.owns(request)} - {None}
-        assert sum(pages.pages_of(task) for task in in_use) == 3 - pages.free_pages
-    assert all(world.client.final(i).error == "" for i in (*range(7), 99))
-    assert pages.free_pages == 3
-    assert backend.num_checked > 20 and backend.num_loads >= 4
-    last = json.loads(world.client.stats[-1])
-    assert last["LoRA Loads"] == backend.num_loads > last["LoRA Evictions"] > 0
-    assert last["LoRA Device Pages"] == 3
-    assert max(json.loads(record)["Used LoRA Device Pages"] for record in world.client.stats) == 3

@@ -46,7 +46,7 @@ FLOORS: dict[str, list[str]] = {
     "stats": GROUND,
     "responses": [*GROUND, "requests"],
     "steps": [*GROUND, "requests", "kv", "scheduling"],
-    "loop": [*GROUND, "requests", "kv", "scheduling", "stats", "responses", "steps"],
+    "loop": [*GROUND, "thread_stack", "requests", "kv", "scheduling", "stats", "responses", "steps"],
 
     "triton_kernels": [],
     "parallel": [*GROUND, "one_shot_event", "thread_stack"],
@@ -61,7 +61,7 @@ FLOORS: dict[str, list[str]] = {
     "adapters": ["adapter_values", "errors", "weights", "layers", "models"],
     "custom_parts": ["arguments", *GROUND, "requests", "kv", "scheduling"],
     "options": ["arguments", *GROUND, "requests", "kv"],
-    "build": ["arguments", "clock", "custom_parts", "options", *GROUND, *HOST, *DEVICE, "triton_kernels",
+    "build": ["adapters", "arguments", "clock", "custom_parts", "options", *GROUND, *HOST, *DEVICE, "triton_kernels",
               "interpreter_exit"],
     "interpreter_exit": ["errors", "names"],
     "loading_thread": ["one_shot_event", "thread_stack", "errors", "names", "interpreter_exit"],
@@ -69,8 +69,8 @@ FLOORS: dict[str, list[str]] = {
     "engine_info": GROUND,
     "aio": ["arguments", "options", *GROUND, "requests", "responses", "engine_info", "gpt_manager", "interpreter_exit",
             "models", "one_shot_event", "thread_stack"],
-    "gpt_manager": ["clock", "arguments", "engine_info", *GROUND, *HOST, "build", "custom_parts", "interpreter_exit",
-                    "loading_thread", "one_shot_event", "worker", "thread_stack"],
+    "gpt_manager": ["adapters", "clock", "arguments", "engine_info", *GROUND, *HOST, "build", "custom_parts",
+                    "interpreter_exit", "loading_thread", "one_shot_event", "worker", "thread_stack"],
     "arguments": [*GROUND, "loop"],
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["arguments", "clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager",
@@ -492,6 +492,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.update(f"batch_manager/parallel/{name}.py" for name in ("control", "channel", "ranks"))
     may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
+    may.add("batch_manager/loop/preparing.py")          # checks adapters of requests beside the worker
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none
     may.add("triton_kernels/cpu/large_pages.py")        # is called by the threads that load a model; starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
