@@ -200,6 +200,14 @@ def join(rendezvous: Rendezvous, rank: int, num_ranks: int, *, host: str, rank_t
     return link, wake
 
 
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which it reaches a host. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def _listening(host: str) -> socket.socket:
     for address in (host, ""):                         # a name may lead to an address that only others know
         try:

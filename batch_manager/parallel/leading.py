@@ -13,8 +13,9 @@ class LeadingBackend:
     """The seams.ModelBackend of an engine of several ranks. It exists on rank 0 only.
 
     local   the backend of this rank's part. It may have these methods beside those of ModelBackend:
-                take_drawn() -> tuple of arrays   what the other ranks need before the next step, such as drawn tokens.
-                                                  They are the arguments of the other ranks' `put_drawn`
+                take_drawn(batch) -> tuple of arrays   what the other ranks need for a step, such as the tokens with
+                                                       which its sequences continue. They are the arguments of the
+                                                       other ranks' `put_drawn`
                 figures() -> Mapping[str, int]
     leader  the channels to the other ranks
 
@@ -24,14 +25,14 @@ class LeadingBackend:
     def __init__(self, local: ModelBackend, leader: Leader) -> None:
         self.info: BackendInfo = local.info
         self.local, self.leader = local, leader
-        self._take_drawn: Callable[[], tuple[Any, ...]] = getattr(local, "take_drawn", tuple)
+        self._take_drawn: Callable[[ScheduledBatch], tuple[Any, ...]] = getattr(local, "take_drawn", _nothing)
         self._figures_of_local = getattr(local, "figures", dict)
         self._control_s = 0.0
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
         """Send the step to the other ranks, then launch this rank's part; see seams.ModelBackend."""
         began = perf_counter()
-        number = self.leader.send_step(batch, self._take_drawn())
+        number = self.leader.send_step(batch, self._take_drawn(batch))
         self._control_s += perf_counter() - began
         try:
             pending = self.local.start(batch)
@@ -79,6 +80,10 @@ class LeadingBackend:
         """End the other ranks, then close this rank's part. Idempotent."""
         self.leader.close()
         self.local.close()
+
+
+def _nothing(batch: ScheduledBatch) -> tuple[Any, ...]:
+    return ()
 
 
 class LedBatch:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
 from ..decoding.slots import SlotState
-from ..errors import ConfigError, InsufficientMemoryError, counted, type_name
+from ..errors import ConfigError, DeviceLostError, InsufficientMemoryError, counted, type_name
 from ..handover import AdapterLoad
-from ..models.loading import LoadedModel, load_model
+from ..models.loading import LoadedModel, load_model, read_spec
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.dispatch import use_triton
@@ -55,7 +56,8 @@ from .native_backend import NativeBackend
 from .operations import Operations
 from .packing import Divide
 from .parts import DeviceParts
-from .thread_count import require_openmp, step_threads
+from .ranks.part import RankPart
+from .thread_count import has_openmp, require_openmp, step_threads
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
@@ -63,7 +65,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                          attention_factory: Callable[..., Attention] | None = None,
                          is_engine_thread: Callable[..., bool] = lambda thread: False,
                          own_stages: Callable[[int, torch.device], Sequence[LogitsStage]] | None = None,
-                         graph: Callable[..., Any] = CapturedGraph) -> NativeBackend:
+                         graph: Callable[..., Any] = CapturedGraph, part: RankPart | None = None) -> NativeBackend:
     """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
 
     layout              a function of packing.py, which divides a step into calls of the model
@@ -76,14 +78,20 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     is_engine_thread    (threading.Thread) -> whether the thread runs only the engine. The OpenMP and MKL thread counts
                         of such a thread stay at num_threads between steps
     graph               CapturedGraph, or a class with its methods and its device type
+    part                the part of the model that this rank has, if several run it together. Every rank calls this
+                        function, with equal arguments. None: this process has the whole model
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device, kv = resolve_device(params.device), params.kv_cache_config
-    asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph)
+    if part is not None:
+        device = part.device_among(device)
+    asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
+                  1 if part is None else part.place.num_ranks)
     absent = wanted_forms(asked)
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic)
-    loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port)
+    loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
+                   part=part)
     spec = loaded.spec
     if port is not None and not port.projections:
         raise ConfigError(f"peft_cache_config is set, and the model class is {type_name(loaded.model)}",
@@ -99,10 +107,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     graph_sizes = NO_SIZES
     if "graph" not in absent and layout is packing.packed:
         graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
-    windows, sink = effective_windows([layer.window for layer in spec.attention], kv.max_attention_window,
+    # Blocks are freed by the windows of all layers, also those of other stages.
+    whole = spec if part is None else read_spec(model_path, params.model_implementation)
+    windows, sink = effective_windows([layer.window for layer in whole.attention], kv.max_attention_window,
                                       kv.sink_token_length, max_seq_len)
+    layers = range(spec.num_layers) if part is None else part.stage.layers_of(whole.num_layers)
     with_windows = dataclasses.replace(spec, attention=tuple(
-        dataclasses.replace(layer, window=window) for layer, window in zip(spec.attention, windows)))
+        dataclasses.replace(layer, window=windows[number]) for layer, number in zip(spec.attention, layers)))
     # Sink tokens exclude block reuse, so there is nothing to evict to the host.
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size,
                                    block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
@@ -113,8 +124,14 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         num_pages, reason = plan_adapter_pages(peft, page_bytes=page_bytes, num_projections=len(port.projections),
                                                free_bytes=free_memory(device))
         reasons.append(reason)
+    if part is not None:                                  # each sees the memory that all weights of a machine leave
+        part.agree("weights", None)
     plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
-                 None if "graph" in absent else graph_sizes, num_pages * page_bytes)
+                 None if "graph" in absent else graph_sizes, num_pages * page_bytes,
+                 1 if part is None else part.place.local_size)
+    if part is not None:
+        blocks, host_blocks = part.least("KV cache blocks", plan.num_blocks, host_blocks)
+        plan = dataclasses.replace(plan, num_blocks=blocks)
     log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
              f"{loaded.weight_bytes:,}", device_name(device), "; ".join([plan.reason, *reasons]))
     refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
@@ -131,27 +148,34 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             num_threads = params.num_threads
             if params.deterministic and num_threads is None:
                 num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
+            if part is not None and params.num_threads is None and has_openmp():
+                num_threads = max(torch.get_num_threads() // part.place.local_size, 1)
             parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
                                max_beam_width=max_beam_width, max_seq_len=max_seq_len, num_threads=num_threads,
                                is_engine_thread=is_engine_thread, adapters=port)
-            operations = block_operations(pool, host_pool)
+            handlers = block_operations(pool, host_pool)
             if port is not None:
                 port.bind(LoraPool(port.projections, port.entries, num_pages, loaded.dtype, device), parts.slots)
-                operations[AdapterLoad] = port.pool.load
+                handlers[AdapterLoad] = port.pool.load
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on
+        info = partial(make_info, windows=windows, sink_tokens=sink)
+        operations, held = Operations(handlers), held_bytes(parts, loaded)
+        if part is not None:
+            most_rows = max(step_tokens, params.max_batch_size * max_beam_width)
+            return part.make_backend(parts, loaded, operations, absent, info, held, stages, layout, most_rows)
         # The number of threads is set once for all steps, on the loading thread.
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
             forms = make_forms(asked, absent, parts, loaded, with_windows, graph_sizes=graph_sizes, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages)
-        return NativeBackend(parts, Operations(operations), forms,
-                             make_info(parts, loaded, forms.dispatch, forms.absent, windows, sink),
-                             held_bytes(parts, loaded))
+        return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held)
     except Exception as error:
         finish_stream(stream)                             # freed memory may be reused at once
         if parts is not None:
             release_helpers(parts)
         release_memory(device)
+        if isinstance(error, DeviceLostError):            # another rank failed, and says why
+            raise
         # A factory in Parts that ran out of memory comes as a ConfigError.
         if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
             raise
@@ -218,8 +242,8 @@ def held_bytes(parts: DeviceParts, loaded: LoadedModel) -> MemoryUsage:
 
 
 def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, device: torch.device,
-          attention_factory: Callable[..., Attention] | None, *, compiled: bool,
-          adapters: LoraPort | None) -> LoadedModel:
+          attention_factory: Callable[..., Attention] | None, *, compiled: bool, adapters: LoraPort | None,
+          part: RankPart | None) -> LoadedModel:
     """Load the checkpoint, and refuse sizes and parts that the device rules out."""
     tokens_per_block = params.kv_cache_config.tokens_per_block
     compiles_attention = device.type == "cuda" and use_triton(device) and attention_factory is None
@@ -233,7 +257,7 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiled,
                             free_bytes=free_memory(device), model_implementation=params.model_implementation,
-                            adapters=adapters)
+                            adapters=adapters, **({} if part is None else {"split": part.exchange, "stage": part.stage}))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -247,12 +271,13 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
 
 
 def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int, max_beam_width: int, max_seq_len: int,
-          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None, adapter_bytes: int
-          ) -> MemoryPlan:
+          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None, adapter_bytes: int,
+          local_ranks: int) -> MemoryPlan:
     """Return the number of blocks of the KV cache pool, beside the buffers of steps.
 
     graph_sizes     sizes of the captured steps with contexts; None: no graphs are captured
     adapter_bytes   bytes of the pages of adapters
+    local_ranks     number of ranks on this machine
     """
     spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config
     one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, loaded.dtype), device.type != "cpu"
@@ -266,7 +291,8 @@ def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int
         kv, block_bytes=one_block,
         free_bytes=max(free_memory(device) - adapter_bytes - (0 if on_gpu else host_blocks * one_block), 0),
         step_bytes=set_aside, on_gpu=on_gpu, max_seq_len=max_seq_len,
-        max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width)
+        max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width,
+        num_ranks=1 if on_gpu else local_ranks)
 
 
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:

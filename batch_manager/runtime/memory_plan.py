@@ -6,7 +6,8 @@
                                 weights and one step's buffers. At most half of the free memory is subtracted for
                                 these buffers, because few steps are of the largest size
         2 GiB on a CPU          blocks that fit into 2 GiB, so that the engine does not take most of a machine's
-                                memory by default; no limit on a GPU
+                                memory by default; no limit on a GPU. The ranks on a machine share the 2 GiB, and the
+                                free memory
         the largest use         blocks for max_num_sequences sequences of max_seq_len tokens; no limit if
                                 max_num_sequences is None
 
@@ -88,16 +89,18 @@ def plan_adapter_pages(config: PeftCacheConfig, *, page_bytes: int, num_projecti
 
 
 def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, step_bytes: int, on_gpu: bool,
-                max_seq_len: int, max_num_sequences: int | None) -> MemoryPlan:
+                max_seq_len: int, max_num_sequences: int | None, num_ranks: int = 1) -> MemoryPlan:
     """Return the number and size of the blocks of the KV cache pool, with the reason for the number.
 
     block_bytes         bytes of one block over all layers
     free_bytes          bytes that are free after the weights were loaded
     step_bytes          bytes of the buffers of one step
     max_num_sequences   largest number of sequences that hold blocks at the same time; None: unbounded
+    num_ranks           processes of this engine that share the memory of a CPU
     Raises InsufficientMemoryError.
     """
     size, fraction = config.tokens_per_block, config.free_gpu_memory_fraction
+    free_bytes //= num_ranks
     after_weights = free_bytes
     set_aside = min(step_bytes, free_bytes // 2)
     free_bytes -= set_aside
@@ -110,8 +113,9 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
     else:
         candidates = [(share_bytes // block_bytes, share)]
         if not on_gpu:
-            candidates.append((DEFAULT_CPU_POOL_BYTES // block_bytes,
-                               f"at most {_mib(DEFAULT_CPU_POOL_BYTES)} on a CPU unless max_tokens is set"))
+            candidates.append((DEFAULT_CPU_POOL_BYTES // num_ranks // block_bytes,
+                               f"at most {_mib(DEFAULT_CPU_POOL_BYTES // num_ranks)} on a CPU unless max_tokens is "
+                               "set"))
         if max_num_sequences is not None:
             candidates.append((max_num_sequences * -(-max_seq_len // size),
                                f"{counted(max_num_sequences, 'sequence')} of {counted(max_seq_len, 'token')}"))

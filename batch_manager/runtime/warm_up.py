@@ -1,7 +1,8 @@
 """Runs steps of each kind before the first request, so that no kernel is compiled while requests wait."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ def launch(parts: DeviceParts, forms: Forms, batch: ScheduledBatch) -> PendingSt
         return forms.start(batch)
 
 
-def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] = ()) -> None:
+def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] = (),
+            start_on_ranks: Callable[[ScheduledBatch], PendingStep] | None = None) -> None:
     """Run a context step and a generation step for each of several sequences, all in block 0, then zero the block.
 
     The sequences are:
@@ -42,6 +44,7 @@ def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] 
     The steps compile the kernels of all variants of a step, so that no kernel is compiled while requests wait.
 
     own_stages   the user's stages, which are named if they raise
+    start_on_ranks   launches a step in which other ranks take part, which call this function too; None: there are none
     Raises       ConfigError
     """
     zero = np.zeros(1, np.int32)
@@ -59,21 +62,24 @@ def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] 
         if width > 1:
             beams = SlotSetup(SamplingConfig(beam_width=width), max_new_tokens=2, prompt_length=1)
             sequences.append((width, beams, 0, 1))
+    run = start_on_ranks or partial(launch, parts, forms)
     with _naming_stages(parts, own_stages):
         for width, setup, start, num_cached in sequences:
             # All pages of a long sequence are block 0: its values only have to be finite.
             num_pages = max(start, num_cached) // parts.tokens_per_block + 1
             rows, pages = np.divmod(np.arange(width * num_pages, dtype=np.int32), np.int32(num_pages))
-            first = launch(parts, forms, ScheduledBatch(
+            first = run(ScheduledBatch(
                 iteration=0, context=(ContextWork(0, zero, start, True, setup.continuing([0])),),
                 max_beam_width=max_beam_width,
                 block_table_updates=BlockTableUpdates(rows, pages, 0 * rows))).finish()
-            if width > 1 and first.failures:      # the model gives no finite logit, so there are no beams
+            has_no_beams = width > 1 and bool(first.failures)      # the model gives no finite logit
+            if has_no_beams and start_on_ranks is None:
                 continue
-            generation = GenerationWork(zero, zero + np.int32(num_cached), width)
-            launch(parts, forms, ScheduledBatch(
-                iteration=1, generation=generation, max_beam_width=max_beam_width,
-                num_padded_rows=2 * ("padded" in forms.steps))).finish()
+            with suppress(*[Exception] * has_no_beams):            # the other ranks run the step all the same
+                generation = GenerationWork(zero, zero + np.int32(num_cached), width)
+                run(ScheduledBatch(
+                    iteration=1, generation=generation, max_beam_width=max_beam_width,
+                    num_padded_rows=2 * ("padded" in forms.steps))).finish()
     with on_device(parts.device, parts.stream), torch.inference_mode():
         clear_block(parts.pool, 0)
 

@@ -102,7 +102,7 @@ class DrawingBackend(ScriptedBackend):
     def start(self, batch: ScheduledBatch) -> "DrawnStep":
         return DrawnStep(self, batch, super().start(batch))
 
-    def take_drawn(self) -> tuple[np.ndarray, ...]:
+    def take_drawn(self, batch: ScheduledBatch) -> tuple[np.ndarray, ...]:
         drawn, self._drawn = self._drawn, []
         return (np.array(drawn, np.int32),) if drawn else ()
 

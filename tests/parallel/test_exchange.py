@@ -144,9 +144,14 @@ def test_a_silent_rank_ends_a_wait_after_the_time_out(processes, port):
 
 
 def test_two_engines_of_a_process_share_a_port_and_no_keys(port):
-    first, second = (open_store("127.0.0.1", port, is_server=True, timeout_s=5, name=name) for name in ("a", "b"))
-    first.set("leader", "x")
-    assert second.check(["leader"]) is False and first.get("leader") == b"x"
+    first, second = (open_store("127.0.0.1", port, is_server=True, timeout_s=0.5, name=name) for name in ("a", "b"))
+    first.set("leader", b"x")
+    assert first.get("leader") == b"x"
+    with pytest.raises(TimeoutError):
+        second.get("leader")
+    first.delete("leader")
+    with pytest.raises(TimeoutError):
+        first.get("leader")
 
 
 def test_a_store_that_cannot_be_reached_is_refused(port):

@@ -298,6 +298,7 @@ GPU, V1 = {"device": torch.device("cuda", 0), "has_triton": True}, {"layout": pa
 WHERE = {"graph": GPU, "fused": GPU, "fixed": GPU, "compiled": {}, "packed": {}, "padded": V1}     # an engine has it
 # Word of OBSTACLES -> what then differs, and the reason.
 IN_THE_WAY = {
+    "ranks": ({"num_ranks": 2}, "2 ranks exchange hidden states between layers"),
     "no GPU": ({"device": CPU}, "the device is cpu"),
     "GPU": (GPU, "the device is cuda:0"),
     "no triton": ({"has_triton": False}, "triton is not installed"),

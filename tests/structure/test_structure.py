@@ -292,8 +292,9 @@ TOWER = [source for source in SOURCES if source.floor == "runtime" and source.pa
 SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
     "operations.py": ({"num_done"}, "a counter"),
-    "ranks/exchange.py": ({"_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done", "_of_a_call",
-                           "wait_s", "_devices", "_timeout", "_threads"},
+    "ranks/backend.py": ({"tokens", "has_run", "_pending", "_error"}, "of the next step; of a step that has run"),
+    "ranks/exchange.py": ({"of_torch", "_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done",
+                           "_of_a_call", "wait_s", "_devices", "_timeout", "_threads"},
                           "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
     "adapters/port.py": ({"entries", "pool", "_slots", "_planned", "segments"},

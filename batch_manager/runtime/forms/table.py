@@ -50,6 +50,7 @@ class Asked(NamedTuple):
     has_triton      whether the operations on the device are Triton kernels
     has_attention   whether Parts.attention is set
     graph           CapturedGraph, or a class with its methods and its device type
+    num_ranks       number of processes that run the model together
     """
 
     params: TrtGptModelOptionalParams
@@ -58,6 +59,7 @@ class Asked(NamedTuple):
     has_triton: bool
     has_attention: bool = False
     graph: Any = CapturedGraph
+    num_ranks: int = 1
 
 
 class Row(NamedTuple):
@@ -116,6 +118,8 @@ def _no_compiler(asked: Asked) -> str:
 # Word -> (the forms in whose way it is, the function that returns the reason, or "" if it is not there). A form is
 # absent for its first reason in this order; the functions after it are not called.
 OBSTACLES: Mapping[str, tuple[Sequence[str], Callable[[Asked], str]]] = {
+    "ranks": (["graph", "fused", "fixed", "compiled"], lambda asked: (
+        f"{asked.num_ranks} ranks exchange hidden states between layers" if asked.num_ranks > 1 else "")),
     "no GPU": (["graph"], lambda asked: (
         "" if asked.device.type == asked.graph.device_type else f"the device is {asked.device}")),
     "GPU": (["compiled"], lambda asked: "" if asked.device.type == "cpu" else f"the device is {asked.device}"),
@@ -220,9 +224,13 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
     others = Forms([*fixed, *calls], parts, {})
     graphs = tried("graph", lambda: make_graph(parts, inputs, launches, others, graph_sizes, asked.graph))
     forms = Forms([*([] if graphs is None else [graphs]), *fixed, *calls], parts, absent)
-    log.info("the forms of steps are %s", "; ".join([
-        ", ".join(forms.steps), *(f"without {line}" for line in by_reason(absent))]))
+    log_forms(forms)
     return forms
+
+
+def log_forms(forms: Forms) -> None:
+    log.info("the forms of steps are %s", "; ".join([
+        ", ".join(forms.steps), *(f"without {line}" for line in by_reason(forms.absent))]))
 
 
 def attempt(absent: dict[str, str], model: Model, params: TrtGptModelOptionalParams, name: str,

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ GLOO_THREADS = 1                   # a rank waits for each of its collectives
 SUM, GATHER, RECEIVE, SEND = "sum", "gather", "receive", "send"
 
 
-def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name: str) -> Any:
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name: str) -> "Store":
     """Return torch's store at an address, with a prefix for one engine. Waits until the store can be reached.
 
     is_server   whether this process runs the store. It ends with the last reference to it in the process
@@ -31,6 +32,41 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name:
 
     Raises ConfigError if no store can be reached within `timeout_s` seconds, or the port is taken.
     """
+    return Store(partial(_open_store, host, port, is_server, timeout_s, name), timeout_s)
+
+
+class Store:
+    """Where the ranks of an engine meet; see parallel.control.Rendezvous.
+
+    of_torch   torch's store. A process that does not run it opens it again if it has met that of an earlier engine
+    """
+
+    def __init__(self, open_one: Callable[[], Any], timeout_s: float) -> None:
+        self._open, self._timeout_s, self.of_torch = open_one, timeout_s, open_one()
+
+    def set(self, name: str, value: bytes) -> None:
+        self.of_torch.set(name, value)
+
+    def get(self, name: str) -> bytes:
+        """Return a value, once it is there. Raises TimeoutError if it does not come within `timeout_s` seconds."""
+        deadline = time.monotonic() + self._timeout_s
+        while (seconds := deadline - time.monotonic()) > 0:
+            try:
+                self.of_torch.wait([name], timedelta(seconds=seconds))
+                return bytes(self.of_torch.get(name))
+            except distributed.DistNetworkError:       # that of an engine that has just ended
+                self.of_torch = self._open()
+            except RuntimeError as error:
+                raise TimeoutError(first_line(error)) from error
+        raise TimeoutError
+
+    def delete(self, name: str) -> None:
+        """Remove a value, so that a later engine does not find it in a store that outlives this one."""
+        with contextlib.suppress(RuntimeError):
+            self.of_torch.delete_key(name)
+
+
+def _open_store(host: str, port: int, is_server: bool, timeout_s: float, name: str) -> Any:
     if not distributed.is_available():
         raise ConfigError(f"several ranks are wanted, and torch {torch.__version__} was built without "
                           "torch.distributed", "the ranks exchange hidden states with it", "install another torch")
@@ -46,7 +82,8 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name:
     return distributed.PrefixStore(name, store)
 
 
-def make_group(store: Any, name: str, rank: int, size: int, *, collectives: str, address: str, timeout_s: float) -> Any:
+def make_group(store: Store, name: str, rank: int, size: int, *, collectives: str, address: str, timeout_s: float
+               ) -> Any:
     """Return a process group. Waits until all its ranks have called this function.
 
     name          name of the group, the same for all its ranks
@@ -56,16 +93,16 @@ def make_group(store: Any, name: str, rank: int, size: int, *, collectives: str,
 
     Raises DeviceLostError if a rank does not come.
     """
-    store = distributed.PrefixStore(name, store)
+    own = distributed.PrefixStore(name, store.of_torch)
     try:
         if collectives == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
-            return distributed.ProcessGroupNCCL(store, rank, size, options)
+            return distributed.ProcessGroupNCCL(own, rank, size, options)
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout, options._threads = timedelta(seconds=timeout_s), GLOO_THREADS
-        return distributed.ProcessGroupGloo(store, rank, size, options)
+        return distributed.ProcessGroupGloo(own, rank, size, options)
     except RuntimeError as error:
         raise _lost(f"the group {name!r} of {size} ranks", error) from error
 
@@ -103,7 +140,7 @@ class Exchange:
         self._hidden_size, self._dtype = 0, torch.float32
         self.wait_s = 0.0
 
-    def connect(self, store: Any, *, collectives: str, address: str, timeout_s: float) -> None:
+    def connect(self, store: Store, *, collectives: str, address: str, timeout_s: float) -> None:
         """Make the groups. Each rank must call this method. Raises DeviceLostError; see `make_group`."""
         place, options = self.place, {"collectives": collectives, "address": address, "timeout_s": timeout_s}
         if self.size > 1:

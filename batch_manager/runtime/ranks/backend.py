@@ -1,0 +1,205 @@
+"""The backend of one rank: its part of a model in the form `packed`.
+
+Rank 0 draws the tokens, and tells the other ranks with each step which tokens its generating sequences continue with.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...attention.interface import Attention
+from ...decoding.decoder import GptDecoder
+from ...decoding.position_ring import PositionRing
+from ...decoding.slots import SlotState
+from ...handover import GenerationWork, ScheduledBatch, StepOutput
+from ...models.registry import Model
+from ...seams import PendingStep
+from .. import packing
+from ..block_tables import BlockTables
+from ..device.running import finish_stream, on_device
+from ..forms.form import Choice
+from ..forms.packed.form import CallsForm, LayersForward
+from ..native_backend import NativeBackend
+from ..packing import Divide, ModelCall
+from .exchange import Exchange
+
+
+class RankForward(LayersForward):
+    """Runs the layers of this rank's part. See Forward."""
+
+    def __init__(self, model: Model, attention: Attention, exchange: Exchange) -> None:
+        super().__init__(model, attention)
+        self._exchange = exchange
+
+    def run(self, call: ModelCall, *given: Any) -> torch.Tensor:
+        hidden = super().run(call, *given)
+        self._exchange.end_call()
+        return hidden
+
+
+class InputTokens:
+    """The tokens with which the generating sequences of a step continue, as rank 0 has sent them.
+
+    tokens   [g] int32: one for each generating sequence, or for each of its beams
+    """
+
+    def __init__(self) -> None:
+        self.tokens = np.empty(0, np.int32)
+
+
+class LayersForm(CallsForm):
+    """The form `packed` of a rank that draws no tokens: the layers, without head, sampling and results."""
+
+    def __init__(self, inputs: InputTokens, *given: Any) -> None:
+        super().__init__(*given)
+        self._inputs = inputs
+
+    def start(self, batch: ScheduledBatch, traits: int) -> "RunLayers":
+        for call in self._divide(batch, self._parts.tables, self._parts.tokens_per_block):
+            self._run(call, self._inputs.tokens, {}, {})
+        return RunLayers(batch.micro_batch_id, self._parts.stream)
+
+
+class RunLayers:
+    """A launched step of a LayersForm; see seams.PendingStep."""
+
+    def __init__(self, micro_batch_id: int, stream: torch.Stream | None) -> None:
+        self._micro_batch_id, self._stream = micro_batch_id, stream
+
+    def finish(self) -> StepOutput:
+        if self._stream is not None:
+            self._stream.synchronize()
+        return StepOutput.merge([], self._micro_batch_id)
+
+
+def on_stage(divide: Divide, is_first: bool) -> Divide:
+    """Return `divide` for a stage. Prompt-tuning embeddings replace rows of the first stage's embeddings alone."""
+    if is_first:
+        return divide
+
+    def without_embeddings(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
+        return [replace(call, embeddings=None) for call in divide(batch, tables, tokens_per_block)]
+    return without_embeddings
+
+
+def rows_of_calls(batch: ScheduledBatch, divide: Divide) -> list[int]:
+    """Return the number of rows of each call of the model in a step."""
+    generation = batch.generation
+    num_rows = len(generation) * generation.beam_width
+    if generation.draft_tokens is not None:
+        num_rows += len(generation.draft_tokens)
+    contexts = batch.num_context_tokens
+    return [contexts, num_rows] if divide is packing.split and contexts and num_rows else [contexts + num_rows]
+
+
+def input_tokens(generation: GenerationWork, slots: SlotState, decoder: GptDecoder) -> np.ndarray:
+    """Return the token with which each sequence, or each beam, continues, [g] int32. All earlier steps were read."""
+    if generation.beam_width > 1:
+        return decoder.searches.input_tokens(generation)
+    ring = slots.last_tokens.values
+    if ring.device.type == "cpu":
+        return PositionRing(ring.numpy()).at(generation.slots, generation.kv_lengths).astype(np.int32)
+    where = [torch.from_numpy(indices.astype(np.int64)).to(ring.device)
+             for indices in (generation.slots, generation.kv_lengths)]
+    return PositionRing(ring).at(*where).cpu().numpy().astype(np.int32)
+
+
+class RankBackend(NativeBackend):
+    """The backend of one rank: of rank 0 for parallel.leading, of another one for loop.follower.
+
+    A step that raises here takes part in its exchanges all the same, so that no other rank waits for this one.
+
+    divide      a function of packing.py, which divides a step into calls of the model
+    exchange    what the ranks exchange in a step
+    inputs      of the LayersForm of a rank that draws no tokens; None on rank 0
+
+    On rank 0 of several stages, a step runs in `finish`: meanwhile the stages before are at the next micro-batch.
+    """
+
+    def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None) -> None:
+        super().__init__(*given)
+        self._divide, self._exchange, self._inputs = divide, exchange, inputs
+        self._late: deque[LateBatch] | None = None
+        if exchange.place.rank == 0 and exchange.place.pipeline_parallel_size > 1:
+            self._late = deque()
+
+    def take_drawn(self, batch: ScheduledBatch) -> tuple[Any, ...]:
+        """Return what the other ranks need for a step: the tokens with which its generating sequences continue."""
+        if not len(batch.generation):
+            return ()
+        parts = self._parts
+        with on_device(parts.device, parts.stream), torch.inference_mode():
+            return (input_tokens(batch.generation, parts.slots, parts.decoder),)
+
+    def put_drawn(self, tokens: np.ndarray) -> None:
+        """Take the result of rank 0's `take_drawn`."""
+        self._inputs.tokens = tokens
+
+    def start(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch a step; see seams.ModelBackend."""
+        if self._late is None:
+            return self.run(batch)
+        step = LateBatch(self, batch)
+        self._late.append(step)
+        return step
+
+    def start_alike(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch a step that every rank launches by itself, whose sequences continue with token 0."""
+        if self._inputs is not None:
+            self._inputs.tokens = np.zeros(len(batch.generation) * batch.generation.beam_width, np.int32)
+        return self.run(batch)
+
+    def run(self, batch: ScheduledBatch) -> PendingStep:
+        parts = self._parts
+        with (on_device(parts.device, parts.stream), torch.inference_mode(),
+              self._exchange.step(rows_of_calls(batch, self._divide))):
+            return super().start(batch)
+
+    def run_until(self, step: "LateBatch") -> None:
+        """Run the late steps up to this one. All ranks run the steps in the order of their launches."""
+        while not step.has_run:
+            self._late.popleft().run()
+
+    def figures(self) -> Mapping[str, int]:
+        if self._forms is None:
+            return {}
+        place, seconds = self._exchange.place, self._exchange.take_wait()
+        return {**super().figures(), "Tensor Parallel Size": place.tensor_parallel_size,
+                "Pipeline Parallel Size": place.pipeline_parallel_size,
+                "Collective Wait Microseconds": round(seconds * 1e6)}
+
+    def close(self) -> None:
+        if self._forms is not None:
+            finish_stream(self._parts.stream)
+        super().close()
+        self._exchange.close()
+
+
+class LateBatch:
+    """A step of rank 0 that runs when it is read, or when a later one is; see seams.PendingStep."""
+
+    choice = Choice("packed", ())
+
+    def __init__(self, backend: RankBackend, batch: ScheduledBatch) -> None:
+        self._backend, self._batch = backend, batch
+        self._pending: PendingStep | None = None
+        self._error: Exception | None = None
+        self.has_run = False
+
+    def run(self) -> None:
+        try:
+            self._pending = self._backend.run(self._batch)
+        except Exception as error:
+            self._error = error
+        self.has_run = True
+
+    def finish(self) -> StepOutput:
+        self._backend.run_until(self)
+        if self._error is not None:
+            raise self._error
+        assert self._pending is not None
+        return self._pending.finish()
