@@ -52,3 +52,8 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this machine that this process sees."""
+    return torch.cuda.device_count()

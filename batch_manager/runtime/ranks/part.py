@@ -14,6 +14,7 @@ from ...models.decoder import Stage
 from ...models.loading import LoadedModel
 from ...parallel.mapping import Place
 from ...seams import BackendInfo, MemoryUsage
+from ..device.devices import num_gpus
 from ..device.running import on_device
 from ..forms.form import Forms
 from ..forms.packed.form import CallsForm, LayersHead
@@ -56,7 +57,7 @@ class RankPart:
                 raise ConfigError("ParallelConfig.collectives is 'nccl', and the device is cpu", "NCCL joins GPUs",
                                   "leave collectives out")
             return device
-        number, count = local_rank if config.device_ids is None else config.device_ids[local_rank], _num_gpus()
+        number, count = local_rank if config.device_ids is None else config.device_ids[local_rank], num_gpus()
         if number >= count:
             raise ConfigError(f"rank {self.place.rank} has GPU {number}, and this machine has {count}",
                               "each rank of a machine has a GPU of its own",
@@ -99,7 +100,3 @@ class RankPart:
             with suppress(Exception):
                 exchange.close()
             raise
-
-
-def _num_gpus() -> int:
-    return torch.cuda.device_count()
