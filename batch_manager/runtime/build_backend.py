@@ -257,7 +257,8 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiled,
                             free_bytes=free_memory(device), model_implementation=params.model_implementation,
-                            adapters=adapters, **({} if part is None else {"split": part.exchange, "stage": part.stage}))
+                            adapters=adapters,
+                            **({} if part is None else {"split": part.exchange, "stage": part.stage}))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
