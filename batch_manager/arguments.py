@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from hashlib import sha256
 from typing import Any
 
@@ -113,18 +113,22 @@ class EngineArguments:
 class Callbacks:
     """The callbacks among the arguments of GptManager, which documents them.
 
+    may_follow   whether get and send may both be None, on a rank other than 0
+
     Raises ConfigError.
     """
 
-    get_inference_requests_cb: GetInferenceRequestsCallback
-    send_response_cb: SendResponseCallback
+    get_inference_requests_cb: GetInferenceRequestsCallback | None
+    send_response_cb: SendResponseCallback | None
     poll_stop_signal_cb: PollStopSignalCallback | None = None
     return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None
+    may_follow: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, may_follow: bool) -> None:
+        follows = may_follow and self.get_inference_requests_cb is None and self.send_response_cb is None
         for name, takes in _TAKEN_BY_CALLBACKS.items():
-            callback, is_optional = getattr(self, name), name in ("poll_stop_signal_cb",
-                                                                  "return_batch_manager_stats_cb")
+            callback, is_optional = getattr(self, name), follows or name in ("poll_stop_signal_cb",
+                                                                             "return_batch_manager_stats_cb")
             if not callable(callback) and not (is_optional and callback is None):
                 raise ConfigError(f"{name} is of type {type(callback).__name__}",
                                   f"expected a callable{' or None' if is_optional else ''}",

@@ -3,14 +3,17 @@
 Only this file imports every concrete class.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._version import __version__
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import Parts
+from .config import ParallelConfig, Parts
 from .contained_log import log
 from .custom_parts import (
     check_scheduler,
@@ -25,15 +28,22 @@ from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
 from .kv.peft_cache_manager import PeftCacheManager
+from .loading_thread import check_interruption, current_loading
 from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
+from .loop.follower import Follower
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.preparing import Preparing
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
+from .parallel.control import WakeUpPipe, join, lead
+from .parallel.leading import LeadingBackend
+from .parallel.mapping import Place, place_of
+from .parallel.ranks import Leader, Link
 from .requests.adapter_content import checked_adapter, read_adapter
 from .requests.adapter_store import AdapterStore
+from .requests.admission import Admission
 from .responses.deliveries import Deliveries
 from .scheduling.policies import make_scheduler
 from .seams import Clock, ModelBackend
@@ -42,12 +52,103 @@ if TYPE_CHECKING:
     import torch
 
 
-def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
-               heartbeat: Heartbeat | None = None) -> GenerationLoop:
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """This process among the ranks that have met.
+
+    ranks   the channels to the others
+    store   torch's store, for the groups of the ranks
+    wake    what wakes the thread of another rank than 0; None on rank 0
+    """
+
+    place: Place
+    ranks: Leader | Link
+    store: Any
+    wake: WakeUpPipe | None = None
+
+
+_meetings = count()              # names the engines of this process; ranks construct theirs in one order
+
+
+def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
+               heartbeat: Heartbeat | None = None) -> GenerationLoop | Follower:
+    """Build the loop of this process, which is the only rank or one of several. Arguments as for `build_loop`.
+
+    Several ranks start together. If one fails, each raises ConfigError, and no connection is left.
+    """
+    config = arguments.optional_params.parallel_config
+    if config is None or config.num_ranks == 1:
+        return build_loop(arguments, callbacks, parts, heartbeat)
+    settle(arguments, parts)
+    meeting = meet(place_of(config), config)
+    ranks, loading = meeting.ranks, current_loading()
+    if loading is not None:
+        ranks.on_failure = loading.stop_with
+    backend = None
+    try:
+        with ranks.starting():
+            _compare(ranks, arguments, callbacks)
+            if ranks.rank > 0:
+                backend = _make_backend(arguments, parts, meeting)
+                loop: GenerationLoop | Follower = _build_follower(arguments, parts, backend, meeting, heartbeat)
+            else:
+                loop = build_loop(arguments, callbacks, parts, heartbeat, meeting)
+                backend = loop.backend
+            ranks.exchange("ready")
+        return loop
+    except BaseException:
+        if backend is not None:
+            close_unused(backend)
+        if meeting.wake is not None:
+            meeting.wake.close()
+        raise
+
+
+def meet(place: Place, config: ParallelConfig) -> Meeting:
+    """Find the other ranks. Raises ConfigError."""
+    store, timeouts = open_rendezvous(place, config), {"rank_timeout_s": config.rank_timeout_s,
+                                                       "connect_timeout_s": config.connect_timeout_s}
+    if place.rank == 0:
+        leader = lead(store, place.num_ranks, host=place.host, check=check_interruption, **timeouts)
+        return Meeting(place, leader, store)
+    link, wake = join(store, place.rank, place.num_ranks, host=place.host, check=check_interruption, **timeouts)
+    return Meeting(place, link, store, wake)
+
+
+def open_rendezvous(place: Place, config: ParallelConfig) -> Any:
+    """Return torch's store, as a parallel.control.Rendezvous. Raises ConfigError."""
+    from .runtime.ranks.exchange import open_store
+
+    return open_store(place.host, place.port, is_server=place.rank == 0 and not place.has_agent_store,
+                      timeout_s=config.connect_timeout_s, name=f"batch_manager {next(_meetings)}")
+
+
+def _compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callbacks) -> None:
+    """Raise ConfigError on every rank if they do not run the same engine."""
+    from .weights.digest import checkpoint_digest
+
+    ranks.compare("the version of batch_manager", __version__, "install the same version on every machine")
+    ranks.compare("the digest of the arguments", arguments.digest(), "pass the same arguments on every rank")
+    if arguments.model_path is not None:
+        ranks.compare("the digest of the checkpoint", checkpoint_digest(arguments.model_path),
+                      "copy the same files to every machine")
+    have_callbacks = ranks.exchange("callbacks", callbacks.get_inference_requests_cb is not None)
+    if not have_callbacks[0]:
+        raise ConfigError("rank 0 has no get_inference_requests_cb", "rank 0 serves the requests",
+                          "pass the callbacks on rank 0; only the other ranks may pass None for get and send")
+    if any(have_callbacks[1:]):
+        raise ConfigError("ranks " + ", ".join(str(rank) for rank, has in enumerate(have_callbacks) if has)
+                          + " have callbacks", "callbacks on other ranks than 0 are not built yet",
+                          "pass None for get and send on every rank but 0")
+
+
+def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, heartbeat: Heartbeat | None = None,
+               meeting: Meeting | None = None) -> GenerationLoop:
     """Load the model, size the pool and build the loop. Starts no thread.
 
     parts       as `checked_parts` returns it
     heartbeat   written at each entry to and exit from foreign code
+    meeting     rank 0 among several ranks; None: there is one rank
 
     Raises ConfigError and its subclasses, after closing the backend.
     """
@@ -55,18 +156,15 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     params, clock = arguments.optional_params, reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, params.log_callback_errors)
     check_scheduler(parts.scheduler)
-    backend = _make_backend(arguments, parts)
+    backend = _make_backend(arguments, parts, meeting)
     try:
         plan = plan_engine(arguments, parts, backend)
         info, limits = backend.info, plan.limits
         kv_cache_manager = make_kv_cache_manager(plan, clock)
+        assert callbacks.get_inference_requests_cb is not None and callbacks.send_response_cb is not None
         guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end)
-        admission = make_admission(
-            arguments, parts, limits, partial(
-                kv_cache_manager.reservations.most_blocks,
-                with_pauses=arguments.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION), guard)
         peft_cache_manager = preparing = None
         if plan.adapters is not None:
             store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages)
@@ -77,8 +175,8 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
         loop = GenerationLoop(
             limits=limits,
             callbacks=guarded,
-            intake=Intake(guarded, admission, QueueBounds.of(params), clock, params.max_admissions_per_iteration,
-                          arguments.terminate_req_id, preparing),
+            intake=Intake(guarded, _admission(arguments, parts, plan, kv_cache_manager, guard), QueueBounds.of(params),
+                          clock, params.max_admissions_per_iteration, arguments.terminate_req_id, preparing),
             scheduler=chosen_scheduler(parts.scheduler, limits, kv_cache_manager,
                                        make_scheduler(limits, kv_cache_manager, peft_cache_manager,
                                                       is_static=arguments.is_static), peft_cache_manager),
@@ -119,6 +217,24 @@ def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:
                               error.fix) from error
 
 
+def _admission(arguments: EngineArguments, parts: Parts, plan: Plan, kv_cache_manager: KvCacheManager,
+               guard: Guard) -> Admission:
+    return make_admission(arguments, parts, plan.limits, partial(
+        kv_cache_manager.reservations.most_blocks,
+        with_pauses=arguments.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION), guard)
+
+
+def _build_follower(arguments: EngineArguments, parts: Parts, backend: Any, meeting: Meeting,
+                    heartbeat: Heartbeat | None) -> Follower:
+    link, wake, clock = meeting.ranks, meeting.wake, reliable(parts.clock)
+    assert isinstance(link, Link) and wake is not None
+    guard = Guard(clock.monotonic, heartbeat, arguments.optional_params.log_callback_errors)
+    plan = plan_engine(arguments, parts, backend)
+    admission = _admission(arguments, parts, plan, make_kv_cache_manager(plan, clock), guard)
+    return Follower(link, backend, guard, limits=plan.limits, admission=admission.for_other_threads(),
+                    wake=wake)
+
+
 def make_kv_cache_manager(plan: Plan, clock: Clock) -> KvCacheManager:
     """Make the accounting of the backend's pool."""
     limits, window = plan.limits, plan.window
@@ -129,7 +245,14 @@ def make_kv_cache_manager(plan: Plan, clock: Clock) -> KvCacheManager:
         enable_partial_reuse=plan.enable_partial_reuse, host_blocks=plan.host_blocks, now=clock.monotonic)
 
 
-def _make_backend(arguments: EngineArguments, parts: Parts) -> ModelBackend:
+def _make_backend(arguments: EngineArguments, parts: Parts, meeting: Meeting | None = None) -> ModelBackend:
+    if meeting is not None and isinstance(meeting.ranks, Leader):
+        return LeadingBackend(_make_local_backend(arguments, parts, meeting), meeting.ranks)
+    return _make_local_backend(arguments, parts, meeting)
+
+
+def _make_local_backend(arguments: EngineArguments, parts: Parts, meeting: Meeting | None) -> ModelBackend:
+    """Make the backend of this process's part of the model. With several ranks it has the fewest blocks of all."""
     params = arguments.optional_params
     if parts.backend is not None:
         if parts.stages is not None:

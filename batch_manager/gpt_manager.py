@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from .adapter_values import AdapterInfo
 from .arguments import Callbacks, EngineArguments, check_threads_are_real, checked_parts
-from .build import build_loop
+from .build import build_rank
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
 from .custom_parts import close_unused
@@ -119,20 +119,25 @@ class GptManager:
             optional_params=_DEFAULT_PARAMS if optional_params is None else optional_params,
             terminate_req_id=terminate_req_id, max_draft_tokens=0 if max_draft_tokens is None else max_draft_tokens,
             exclude_input_in_output=exclude_input_in_output)
+        params = arguments.optional_params
         callbacks = Callbacks(get_inference_requests_cb, send_response_cb, poll_stop_signal_cb,
-                              return_batch_manager_stats_cb)
-        params, parts = arguments.optional_params, checked_parts(parts)
+                              return_batch_manager_stats_cb,
+                              may_follow=params.parallel_config is not None and params.parallel_config.num_ranks > 1)
+        parts = checked_parts(parts)
 
         clock = reliable(parts.clock)
         control = WorkerControl(clock, params.hang_warning_s)
         loop = load_in_own_thread(
-            lambda: build_loop(arguments, callbacks, replace(parts, clock=clock), control.heartbeat),
+            lambda: build_rank(arguments, callbacks, replace(parts, clock=clock), control.heartbeat),
             undo=lambda loop: close_unused(loop.backend))
         self._control = control
         self._loop = loop
         self._model_path = arguments.model_path
-        if loop.intake.preparing is not None:
-            loop.intake.preparing.wake = control.wake.set
+        if loop.wake is not None:    # a rank that waits for rank 0
+            control.wake = loop.wake
+        control.listen_to(loop.ranks)
+        if loop.preparing is not None:
+            loop.preparing.wake = control.wake.set
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
         control.not_compiled, control.not_captured = self._info.not_compiled, self._info.not_captured
         control.absent = dict(self._info.absent)
@@ -173,7 +178,7 @@ class GptManager:
         Raises InvalidRequestError and RequestTooLargeError; ManagerClosedError in a forked child.
         """
         self._check_process()
-        self._loop.intake.admission_elsewhere.admit(request)
+        self._loop.check(request)
 
     def load_adapter(self, task_id: int, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
         """Load a LoRA adapter, so that requests can name it with the tensor `lora_task_id` alone.
@@ -216,7 +221,7 @@ class GptManager:
         return self._on_worker(lambda: preparing.store.forget(number))
 
     def _preparing(self) -> Preparing:
-        preparing = self._loop.intake.preparing
+        preparing = self._loop.preparing
         if preparing is None:
             raise ConfigError("the engine has no cache for adapters", "peft_cache_config is None",
                               "set TrtGptModelOptionalParams.peft_cache_config")
@@ -244,7 +249,7 @@ class GptManager:
     def num_active_requests(self) -> int:
         """The number of accepted requests without a final response, including waiting requests."""
         self._check_process()
-        return self._loop.intake.num_alive
+        return self._loop.num_alive
 
     def health(self) -> dict[str, Any]:
         """Return the state of the worker, without waiting for the worker. Can be called from any thread.
@@ -265,6 +270,8 @@ class GptManager:
         not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
         not_captured           as in `info`: why steps on a GPU are not replayed as graphs, which is faster
         absent                 as in `info`: form of a step that the engine lacks -> the reason
+        ranks                  with several ranks: each other end of a connection (rank 0: every other rank; another
+                               rank: 0) -> {"state": "RUNNING", "STOPPED" or "LOST", "seconds_since_heard": seconds}
         """
         self._check_process()
         return health_of(self._loop, self._control)

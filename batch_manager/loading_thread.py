@@ -30,6 +30,7 @@ class Loading(Generic[Loaded]):
     loaded           list with the result of `load`, or empty
     error            the exception of `load`, or None
     is_interrupted   whether the loading must stop, because no caller needs its result any more
+    reason           the exception with which the loading must stop; None: none
     """
 
     worker = None    # for interpreter_exit: no callback runs on this thread
@@ -41,6 +42,7 @@ class Loading(Generic[Loaded]):
         self.loaded: list[Loaded] = []
         self.error: BaseException | None = None
         self.is_interrupted = False
+        self.reason: BaseException | None = None
 
     def _run(self) -> None:
         _here.loading = self
@@ -61,16 +63,30 @@ class Loading(Generic[Loaded]):
                 pass
             self._thread.join()
 
+    def stop_with(self, reason: BaseException) -> None:
+        """Ask the thread to raise `reason`. Never blocks. Takes effect when it next calls `check_interruption`."""
+        self.reason = reason
+
     def ask_to_abort(self) -> None:
         """Ask the thread to end. Never blocks. Takes effect when the thread next calls `check_interruption`."""
         self.is_interrupted = True
 
 
 def check_interruption() -> None:
-    """Raise KeyboardInterrupt if the loading on this thread is interrupted. Loaders call this function repeatedly."""
-    loading = getattr(_here, "loading", None)
+    """Raise KeyboardInterrupt if the loading on this thread is interrupted, and the reason that `stop_with` was given.
+
+    Loaders call this function repeatedly.
+    """
+    loading = current_loading()
     if loading is not None and loading.is_interrupted:
         raise KeyboardInterrupt("the loading was interrupted")
+    if loading is not None and loading.reason is not None:
+        raise loading.reason
+
+
+def current_loading() -> "Loading[Any] | None":
+    """Return the loading that runs on this thread, or None."""
+    return getattr(_here, "loading", None)
 
 
 def load_in_own_thread(load: Callable[[], Loaded], undo: Callable[[Loaded], Any]) -> Loaded:

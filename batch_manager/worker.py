@@ -18,6 +18,7 @@ from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerCl
 from .guard import Heartbeat
 from .interpreter_exit import forget_worker
 from .one_shot_event import OneShotEvent
+from .requests.inference_request import InferenceRequest
 
 SECONDS_BETWEEN_LOOKS = 1.0
 NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
@@ -27,7 +28,7 @@ ATTEMPTS_TO_END = 20    # attempts without a final response in between; some bac
 class EngineLoop(Protocol):
     """What a worker runs: the GenerationLoop of an engine, or the Follower of a rank other than rank 0.
 
-    The worker's thread calls all methods but `health`, which any thread may call.
+    The worker's thread calls all methods but `check` and `health`, which any thread may call.
     """
 
     def step(self, *, accept_new: bool) -> bool:
@@ -53,6 +54,10 @@ class EngineLoop(Protocol):
 
         If this raises, the next call goes on.
         """
+        ...
+
+    def check(self, request: InferenceRequest) -> None:
+        """See GptManager.check. Any thread may call it."""
         ...
 
     def health(self) -> dict[str, Any]:
@@ -129,6 +134,7 @@ class WorkerControl:
         self._claimed_by: dict[str, int] = {}
         self.not_compiled = self.not_captured = ""         # as in EngineInfo
         self.absent: dict[str, str] = {}                   # likewise
+        self.ranks: Any = None                             # parallel.ranks.Leader or Link, if there are several
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())
@@ -168,6 +174,15 @@ class WorkerControl:
         thread = threading.get_ident()
         return self._claimed_by.setdefault("thread", thread) == thread
 
+    def listen_to(self, ranks: Any) -> None:
+        """Wake the worker when another rank is lost or ends, and pass on its wish to end. None: there is one rank."""
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.on_change = self.wake.set
+            ranks.on_end = lambda drain: self.ask_to_drain() if drain else self.ask_to_abort()
+            if ranks.end_asked is not None:                # before it could be passed on
+                ranks.on_end(ranks.end_asked)
+
     def ask_to_drain(self) -> None:
         self.draining = True
         self.wake.set()
@@ -197,6 +212,7 @@ def health_of(loop: EngineLoop, control: WorkerControl, state: str | None = None
         "not_compiled": control.not_compiled,
         "not_captured": control.not_captured,
         "absent": dict(control.absent),
+        **({} if control.ranks is None else {"ranks": control.ranks.health()}),
     }
 
 

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 from ..errors import BatchManagerError, DeviceLostError, is_a, type_name
 from ..guard import ForeignCodeError, Guard
 from ..handover import ScheduledBatch
+from ..requests.admission import Admission
+from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..steps.runner import is_out_of_memory
+from .preparing import Preparing
 
 SECONDS_FOR_RANK_0 = 4.0         # to end all ranks after this one was aborted
 SECONDS_BETWEEN_LOOKS = 1.0      # without a frame and without a wake-up
@@ -46,26 +49,37 @@ class Follower:
     before the last step is finished, so that an asynchronous device does not wait.
 
     link      the connection to rank 0
+    ranks     the same, as GenerationLoop has them
+    wake      what wakes the thread that waits for rank 0
     failure   why this rank ended; None while it runs, and after a shutdown
     """
 
-    def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard,
-                 close_wake: Callable[[], None] = lambda: None) -> None:
+    preparing: Preparing | None = None                 # rank 0 has the adapters
+
+    def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard, *, limits: Any = None,
+                 admission: Admission | None = None, wake: Any = None) -> None:
         """
-        close_wake   closes what wakes this rank's thread
+        limits, admission   as those of rank 0
+        wake                an object with the methods of worker.WakeUp and `close`; None: the link never waits
         """
-        self.link = link
+        self.limits, self._admission = limits, admission
+        self.ranks = self.link = link
+        self.wake = wake
         self.backend = backend
         self.failure: BatchManagerError | None = None
         self._guard = guard
         self._in_step = guard.raising("model step", passing=DeviceLostError)
         self._in_close = guard.containing("close", kind="method of the backend")
-        self._close_wake = close_wake
         self._running: deque[tuple[int, PendingStep | None, BaseException | None]] = deque()
         self._num_steps = 0
         self._has_asked = self._has_asked_to_abort = False
         self._abort_at = float("inf")
         guard.failures.update({"get": 0, "send": 0, "poll": 0, "stats": 0})
+
+    @property
+    def num_alive(self) -> int:
+        """The number of live requests of this rank: rank 0 has them all."""
+        return 0
 
     @property
     def is_busy(self) -> bool:
@@ -120,7 +134,13 @@ class Follower:
         self.link.close("" if self.failure is None else f"{type_name(self.failure)}: {self.failure.fact}")
         with self._in_close:
             self.backend.close()
-        self._close_wake()
+        if self.wake is not None:
+            self.wake.close()
+
+    def check(self, request: InferenceRequest) -> None:
+        """Raise the error with which rank 0 would refuse the request. Can be called from any thread."""
+        assert self._admission is not None
+        self._admission.admit(request)
 
     def health(self) -> dict[str, Any]:
         """The part of GptManager.health that the loop knows."""

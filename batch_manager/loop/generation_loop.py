@@ -19,6 +19,7 @@ from ..handover import ScheduledBatch, StepOutput
 from ..kv.kv_cache_manager import KvCacheManager
 from ..kv.peft_cache_manager import PeftCacheManager
 from ..names import ErrorCode, FinishReason
+from ..requests.inference_request import InferenceRequest
 from ..responses.deliveries import Deliveries
 from ..scheduling.contract import check_plan, with_lists
 from ..scheduling.interfaces import RequestScheduler, SchedulerOutput
@@ -36,6 +37,7 @@ from .callbacks import GuardedCallbacks
 from .intake import Intake
 from .iteration_record import IterationRecord
 from .phase_times import PhaseTimes
+from .preparing import Preparing
 from .reporter import Reporter
 
 FinishedStep = tuple[StepInFlight, StepOutput]
@@ -53,6 +55,8 @@ class GenerationLoop:
     breaks its contract ends the active requests. If `step` raises, the worker calls `fail`, which ends all
     requests.
 
+    ranks       the other ranks, if the backend leads some; None: there is one rank
+    wake        always None: the worker's own
     failure     error of the failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next statistics record
     """
@@ -73,6 +77,7 @@ class GenerationLoop:
         self.clock = clock
         self.active = ActiveRequests()
         self.failure: BatchManagerError | None = None
+        self.ranks, self.wake = getattr(backend, "leader", None), None
         self.iteration = 0
         self.deliveries = deliveries
         self._scheme = scheme
@@ -129,6 +134,16 @@ class GenerationLoop:
         return room is None or room > 0
 
     @property
+    def preparing(self) -> Preparing | None:
+        """What checks the adapters of requests; None without a cache for adapters."""
+        return self.intake.preparing
+
+    @property
+    def num_alive(self) -> int:
+        """The number of live requests. Any thread may read it."""
+        return self.intake.num_alive
+
+    @property
     def is_empty(self) -> bool:
         """Whether every fetched item has had its final response."""
         items = self.unanswered
@@ -147,6 +162,10 @@ class GenerationLoop:
         with self.callbacks.guard.containing("close", kind="method of the backend"):
             self.backend.close()
         self.callbacks.at_end(health)
+
+    def check(self, request: InferenceRequest) -> None:
+        """Raise the error with which the request would be refused. Can be called from any thread."""
+        self.intake.admission_elsewhere.admit(request)
 
     def health(self) -> dict[str, Any]:
         """The part of GptManager.health that the loop knows. Can be called from any thread."""

@@ -27,6 +27,7 @@ SECONDS_TO_HELLO = 10.0          # for a connection to show the key
 SECONDS_BETWEEN_LOOKS = 0.25
 _PORT = struct.Struct("<H")
 _ADDRESS = "control address"
+WELCOME = "welcome"
 
 
 class Rendezvous(Protocol):
@@ -191,10 +192,19 @@ def join(rendezvous: Rendezvous, rank: int, num_ranks: int, *, host: str, rank_t
     try:
         channel.trust()
         channel.send(Kind.HELLO, ("key", (rank, num_ranks, key)))
-    except LostError as loss:
+        while not (frames := channel.receive()):
+            check()
+            link.wait(SECONDS_BETWEEN_LOOKS)
+        _, (phase, reason) = frames[0]
+        if phase != WELCOME:
+            raise LostError(f"refused rank {rank}: {reason}")
+    except BaseException as error:
         transport.close()
         wake.close()
-        raise ConfigError(f"rank 0 {loss}", "all ranks start together", "see the log of rank 0") from loss
+        if isinstance(error, LostError):
+            raise ConfigError(f"rank 0 {error}", "all ranks start together",
+                              "correct what it says, then start all ranks again") from error
+        raise
     beats = Beats(link)
     link.before_close = beats.stop
     return link, wake
@@ -280,6 +290,7 @@ def _accept_all(listener: socket.socket, key: bytes, num_ranks: int, rank_timeou
                                           f"version {VERSION}", "expected one version of the package on all ranks",
                                           "install the same version everywhere")
                     channel.trust()
+                    channel.send(Kind.HELLO, (WELCOME, None))
             for descriptor, (transport, _, since) in list(strangers.items()):
                 if now - since > SECONDS_TO_HELLO:
                     poll.unregister(descriptor)

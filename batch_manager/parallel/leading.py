@@ -78,7 +78,8 @@ class LeadingBackend:
 
     def close(self) -> None:
         """End the other ranks, then close this rank's part. Idempotent."""
-        self.leader.close()
+        if not self.leader.is_starting:                # else the start says why it failed
+            self.leader.close()
         self.local.close()
 
 

@@ -38,6 +38,8 @@ class Ranks:
     is_starting       whether this rank has not started yet; set by `starting`
     lost              why the ranks cannot go on; None while they can
     on_change         called from any thread when the engine's thread must look: a loss, or a rank that asks for the end
+    on_end            (drain) called from any thread when another rank asks rank 0 for the end
+    end_asked         whether to drain, if another rank has asked for the end; else None
     on_failure        called from any thread when another rank fails while this one starts
     before_close      called before the channels are closed
     """
@@ -52,6 +54,8 @@ class Ranks:
         self.beat_s = min(LONGEST_BEAT_S, rank_timeout_s / BEATS_IN_TIMEOUT)
         self.lost: DeviceLostError | None = None
         self.on_change: Callable[[], None] = _nothing
+        self.on_end: Callable[[bool], None] = _nothing
+        self.end_asked: bool | None = None
         self.on_failure: Callable[[ConfigError], None] = _nothing
         self.before_close: Callable[[], None] = _nothing
         self._channels = dict(channels)
@@ -189,6 +193,13 @@ class Ranks:
                 self._receive([other])
             self._lose(other, str(loss))
 
+    def health(self) -> dict[int, dict[str, Any]]:
+        """Return rank -> its state and the seconds since it was heard. Any thread may call it."""
+        return {other: {"state": "LOST" if other == self._lost_rank else
+                        "STOPPED" if self._is_closed or self.lost is not None else "RUNNING",
+                        "seconds_since_heard": channel.silence * self.beat_s}
+                for other, channel in self._channels.items()}
+
     def _begins_to_close(self) -> bool:
         with self._losing:
             if self._is_closed:
@@ -206,14 +217,10 @@ class Ranks:
 
 
 class Leader(Ranks):
-    """Rank 0 and its channels.
-
-    on_end   (drain) called from any thread when another rank asks for the end
-    """
+    """Rank 0 and its channels."""
 
     def __init__(self, channels: Mapping[int, Channel], wait: Wait, rank_timeout_s: float) -> None:
         super().__init__(0, channels, wait, rank_timeout_s)
-        self.on_end: Callable[[bool], None] = _nothing
         self._num_steps = 0
         self._running: dict[int, set[int]] = {}        # number of a step -> ranks that have not done it
         self._errors: dict[int, list[tuple[int, Any]]] = {}
@@ -310,16 +317,10 @@ class Leader(Ranks):
             if reason:
                 self._lose(other, f"ended: {reason}")
             else:
-                self.on_end(bool(drains))
+                self.end_asked = bool(drains) and self.end_asked is not False
+                self.on_end(self.end_asked)
         else:
             super()._take(other, kind, value)
-
-    def health(self) -> dict[int, dict[str, Any]]:
-        """Return rank -> its state and the seconds since it was heard. Any thread may call it."""
-        return {other: {"state": "LOST" if other == self._lost_rank else
-                        "STOPPED" if self._is_closed or self.lost is not None else "RUNNING",
-                        "seconds_since_heard": channel.silence * self.beat_s}
-                for other, channel in self._channels.items()}
 
     def close(self, reason: str = "") -> None:
         if not self._begins_to_close():
@@ -366,6 +367,10 @@ class Link(Ranks):
         if theirs_phase != phase or type(values) is not tuple or len(values) != self._num_ranks:
             raise _start_failed(f"rank 0: its start is at {theirs_phase!r}, and that of this rank at {phase!r}")
         return list(values)
+
+    def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for bytes from rank 0."""
+        self._wait(seconds, self._channels)
 
     def next_frame(self, seconds: float) -> tuple[str, Any] | None:
         """Return ("STEP" or "ASK", value) of the next frame, after waiting up to `seconds` for it; None: there is none.

@@ -1,0 +1,261 @@
+"""Ranks in processes of their own, with scripted backends and real sockets: the start, steps, losses and the end.
+
+C1, C14, C17, C21 hold for an engine of several ranks; no thread and no descriptor is left.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.parallel import rank_program
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([rank_program.__name__])
+TIMEOUT_S = 1.5      # rank_timeout_s of the engines
+
+
+class Process:
+    """One rank; see rank_program.py."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=rank_program.run, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def tell(self, do: str, **arguments) -> None:
+        self._pipe.send({"do": do, **arguments})
+
+    def answer(self) -> dict:
+        assert self._pipe.poll(60), "a rank does not answer"
+        return self._pipe.recv()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def ask(self, do: str, **arguments) -> dict:
+        self.tell(do, **arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.send_signal(signal.SIGCONT)
+        self._pipe.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise AssertionError("a rank does not end")
+        self.process.close()
+
+
+class Engine:
+    """Processes of one engine. `construct` constructs on all ranks at the same time."""
+
+    def __init__(self, folder) -> None:
+        self.folder, self.processes = folder, []
+
+    def construct(self, num_ranks: int = 2, of_rank: dict | None = None, absent: tuple = (), **options) -> list[dict]:
+        self.processes = [Process() for _ in range(num_ranks)]
+        present = [rank for rank in range(num_ranks) if rank not in absent]
+        for rank in present:
+            self[rank].tell("construct", **{"rank": rank, "num_ranks": num_ranks, "folder": str(self.folder),
+                                            "rank_timeout_s": TIMEOUT_S, **options, **(of_rank or {}).get(rank, {})})
+        return [self[rank].answer() for rank in present]
+
+    def start(self, num_ranks: int, **options) -> None:
+        """Construct on all ranks; each must succeed."""
+        answers = self.construct(num_ranks, **options)
+        assert {answer["error"] for answer in answers} == {""}, answers
+
+    def __getitem__(self, rank: int) -> Process:
+        return self.processes[rank]
+
+    def others(self, *but: int) -> list[Process]:
+        return [process for rank, process in enumerate(self.processes) if rank not in but]
+
+    def submit(self, count: int, new_tokens: int) -> list[int]:
+        self[0].ask("submit", requests=[(number, [number + 1] * 4, new_tokens) for number in range(count)])
+        return list(range(count))
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(len(self.processes) or 1) as threads:
+            list(threads.map(Process.close, self.processes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_of_forks():
+    """Start the server that forks the ranks before the check for open files of the first test."""
+    process = PROCESSES.Process(target=int)
+    process.start()
+    process.join()
+    process.close()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def nothing_is_left(*processes: Process) -> None:
+    for process in processes:
+        assert process.ask("left") == {"threads": [], "files": 0}
+
+
+def expected(number: int, count: int) -> list[int]:
+    return ScriptedBackend.expected_tokens([number + 1] * 4, count)
+
+
+# ---------------------------------------------------------------------- life
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_requests_get_their_tokens_and_all_ranks_end_with_rank_0(engine, num_ranks):
+    engine.start(num_ranks)
+    ids = engine.submit(5, 20)
+    assert engine[0].ask("finals", ids=ids)["finals"] == {each: [["", expected(each, 20)]] for each in ids}
+    health = engine[0].ask("health")
+    assert health["state"] == "RUNNING" and list(health["ranks"]) == list(range(1, num_ranks))
+    assert all(rank["state"] == "RUNNING" and rank["seconds_since_heard"] < TIMEOUT_S
+               for rank in health["ranks"].values())
+    assert engine[1].ask("health")["iterations"] == health["iterations"]
+    assert engine[0].ask("shutdown")["ended"]
+    for process in engine.others(0):
+        answer = process.ask("wait")
+        assert answer["ended"] and answer["state"] == "STOPPED" and answer["failure"] == ""
+    nothing_is_left(*engine.processes)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_shutdown_of_another_rank_ends_all_drained_or_not_as_asked(engine, drain):
+    engine.start(3, step_s=0.005)
+    ids = engine.submit(3, 40)
+    assert engine[2].ask("shutdown", drain=drain)["ended"]
+    finals = engine[0].ask("finals", ids=ids)["finals"]
+    if drain:
+        assert finals == {each: [["", expected(each, 40)]] for each in ids}
+    else:
+        assert {code for ends in finals.values() for code, _ in ends} <= {"SHUTDOWN", ""}
+        assert all(len(ends) == 1 for ends in finals.values())
+    assert engine[0].ask("wait")["ended"] and engine[1].ask("wait")["ended"]
+    nothing_is_left(*engine.processes)
+
+
+def test_a_step_that_raises_on_another_rank_costs_the_request_at_fault_alone(engine):
+    engine.start(3, of_rank={2: {"raises": {"slot": 1, "error": "MemoryError"}}})
+    ids = engine.submit(4, 6)
+    finals = engine[0].ask("finals", ids=ids)["finals"]
+    assert finals.pop(1) == [["OUT_OF_MEMORY", []]]
+    assert finals == {each: [["", expected(each, 6)]] for each in (0, 2, 3)}
+    assert engine[0].ask("health")["state"] == "RUNNING"
+    assert engine[0].ask("shutdown")["ended"]
+    nothing_is_left(*engine.processes)
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("number, most_s, lost, is_idle", [
+    (signal.SIGKILL, 2.0, 0, False), (signal.SIGKILL, 2.0, 2, False), (signal.SIGKILL, 2.0, 2, True),
+    (signal.SIGSTOP, TIMEOUT_S + 2.0, 0, False), (signal.SIGSTOP, TIMEOUT_S + 2.0, 2, False)])
+def test_a_rank_that_is_killed_or_stopped_ends_all(engine, number, most_s, lost, is_idle):
+    engine.start(4, step_s=0.002)
+    ids = [] if is_idle else engine.submit(4, 100)
+    if not is_idle and lost:
+        engine[0].ask("responses")
+    engine[lost].send_signal(number)
+    began = time.monotonic()
+    if lost:
+        answer = engine[0].ask("until", state="FAILED")
+        assert answer["state"] == "FAILED" and "rank 2 " in answer["failure"] and "[ENGINE_FAILED]" in answer["failure"]
+        finals = engine[0].ask("finals", ids=ids)["finals"]
+        assert time.monotonic() - began < most_s
+        assert all(len(ends) == 1 and ends[0][0] in ("", "ENGINE_FAILED") for ends in finals.values())
+        if not is_idle:
+            assert "ENGINE_FAILED" in {code for ends in finals.values() for code, _ in ends}
+        engine[0].ask("submit", requests=[(9, [1], 1)])
+        assert engine[0].ask("finals", ids=[9])["finals"] == {9: [["ENGINE_FAILED", []]]}
+    for process in engine.others(lost, 0):
+        answer = process.ask("wait")
+        assert answer["ended"] and f"rank {lost} " in answer["failure"]
+        assert time.monotonic() - began < most_s + 2
+        assert process.ask("shutdown")["seconds"] < 1
+    nothing_is_left(*engine.others(lost, 0))
+    if lost:
+        assert engine[0].ask("shutdown", drain=False)["seconds"] < 3
+        nothing_is_left(engine[0])
+    elif number == signal.SIGSTOP:                    # when it goes on, it finds the others gone
+        engine[0].send_signal(signal.SIGCONT)
+        assert engine[0].ask("until", state="FAILED")["state"] == "FAILED"
+        if not is_idle:
+            finals = engine[0].ask("finals", ids=ids)["finals"]
+            assert all(len(ends) == 1 for ends in finals.values())
+
+
+# ---------------------------------------------------------------------- the start
+
+
+def all_failed(answers: list[dict], *says: str) -> None:
+    for answer in answers:
+        assert answer["error"] in ("ConfigError", "OSError") and answer["seconds"] < 8
+        assert any(text in answer["text"] for text in says), answer
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_in_its_constructor_fails_all(engine, rank):
+    answers = engine.construct(3, of_rank={rank: {"fails": "after"}})
+    all_failed(answers, "no disk")
+    assert all(f"rank {rank}: " in answer["text"] for other, answer in enumerate(answers) if other != rank)
+    nothing_is_left(*engine.processes)
+
+
+def test_ranks_of_another_version_or_with_other_arguments_are_named(engine):
+    answers = engine.construct(3, of_rank={1: {"version": "0.0.1"}})
+    all_failed(answers, "the version of batch_manager")
+    assert all("'0.0.1' on rank 1" in answer["text"] for answer in answers)
+    nothing_is_left(*engine.processes)
+
+
+@pytest.mark.parametrize("of_rank, says", [
+    ({1: {"exclude_input": False}}, "the digest of the arguments"), ({2: {"frames": 9}}, "speaks version 9"),
+    ({0: {"callbacks": False}}, "rank 0 has no get"), ({1: {"rank": 2}}, "two processes have rank 2"),
+    ({1: {"callbacks": True}}, "callbacks")], ids=str)
+def test_ranks_that_do_not_belong_together_all_raise(engine, of_rank, says):
+    answers = engine.construct(3, of_rank=of_rank, connect_timeout_s=6.0)
+    all_failed(answers, says, "rank 0", "speaks")
+    assert says in answers[0]["text"]
+    nothing_is_left(*engine.processes)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_comes_is_named_when_the_time_is_up(engine, absent):
+    answers = engine.construct(3, absent=(absent,), connect_timeout_s=1.0)
+    all_failed(answers, "rank 2 did not come within 1 s" if absent else "no rank 0")
+    nothing_is_left(*engine.others(absent))
+
+
+def test_a_stranger_with_another_key_stays_out(engine):
+    """The ranks with the key start all the same, and the stranger raises."""
+    answers = engine.construct(2, of_rank={1: {"key": False}}, connect_timeout_s=1.5)
+    assert "rank 1 did not come within 1.5 s" in answers[0]["text"]
+    assert "rank 0 has closed its connection" in answers[1]["text"] or "rank 0" in answers[1]["text"]
+    nothing_is_left(*engine.processes)
+
+
+def test_a_killed_rank_ends_the_start_of_the_others(engine):
+    engine.processes = [Process() for _ in range(2)]
+    engine[0].tell("construct", rank=0, num_ranks=2, folder=str(engine.folder))
+    engine[1].process.kill()
+    engine[0].tell("health")
+    engine.processes.append(Process())
+    answer = engine[2].ask("construct", rank=1, num_ranks=2, folder=str(engine.folder), fails="after")
+    assert answer["error"] == "OSError"
+    assert "no disk" in engine[0].answer()["text"]
