@@ -270,8 +270,8 @@ class GptManager:
         not_compiled           as in `info`: why steps on a CPU do not run as compiled code, which is faster
         not_captured           as in `info`: why steps on a GPU are not replayed as graphs, which is faster
         absent                 as in `info`: form of a step that the engine lacks -> the reason
-        ranks                  with several ranks: each other end of a connection (rank 0: every other rank; another
-                               rank: 0) -> {"state": "RUNNING", "STOPPED" or "LOST", "seconds_since_heard": seconds}
+        ranks                  on rank 0: each other rank -> its "state" ("RUNNING", "STOPPED" or "LOST") and
+                               "seconds_since_heard"; on another rank: those of rank 0; {} with one rank
         """
         self._check_process()
         return health_of(self._loop, self._control)

@@ -212,7 +212,7 @@ def health_of(loop: EngineLoop, control: WorkerControl, state: str | None = None
         "not_compiled": control.not_compiled,
         "not_captured": control.not_captured,
         "absent": dict(control.absent),
-        **({} if control.ranks is None else {"ranks": control.ranks.health()}),
+        "ranks": {} if control.ranks is None else control.ranks.health(),
     }
 
 

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from time import monotonic
 from typing import Any
 
 from ..errors import BatchManagerError, ConfigError, DeviceLostError, is_a, text_of, type_name
@@ -19,6 +18,7 @@ FAILED = "failed"                # the name of a phase of the start that no rank
 LONGEST_BEAT_S = 0.5
 BEATS_IN_TIMEOUT = 8
 SECONDS_TO_CLOSE = 2.0           # for the other ranks to read the end
+WAITS_TO_CLOSE = 32
 Wait = Callable[[float, Collection[int]], Collection[int]]
 
 
@@ -328,9 +328,9 @@ class Leader(Ranks):
         self._tell_the_rest(reason)
         # An end that still has bytes to read must not be closed: the other one would lose our last frame.
         with self._reading:
-            left, ends_at = set(self._channels) - {self._lost_rank}, monotonic() + SECONDS_TO_CLOSE
-            while left and monotonic() < ends_at:
-                for other in list(self._wait(LONGEST_BEAT_S / BEATS_IN_TIMEOUT, left)):
+            left = set(self._channels) - {self._lost_rank}
+            for _ in range(WAITS_TO_CLOSE):
+                for other in list(self._wait(SECONDS_TO_CLOSE / WAITS_TO_CLOSE, left)) if left else ():
                     try:
                         self._channels[other].receive()
                     except LostError:

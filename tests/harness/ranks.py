@@ -23,14 +23,15 @@ RANK_TIMEOUT_S = 4.0
 class MemoryRanks:
     """A Leader, and a Follower for each other rank. While the leader waits, the followers take turns.
 
-    on_idle   (seconds) called when nobody has anything to do, with the time for which the leader would wait
+    on_idle   (seconds) called when no rank has anything to do, with the time for which the leader would wait
     stopped   ranks that do nothing, as after SIGSTOP
+    late      rank -> number of waits of the leader for which its frames are held back
     """
 
     def __init__(self, backends: Mapping[int, Any], *, monotonic: Callable[[], float] = lambda: 0.0,
                  on_idle: Callable[[float], None] = lambda seconds: None) -> None:
         """backends   rank -> backend, for every rank but 0"""
-        self.on_idle, self.stopped = on_idle, set()
+        self.on_idle, self.stopped, self.late = on_idle, set(), {}
         self.transports: dict[int, tuple[MemoryTransport, MemoryTransport]] = {
             rank: MemoryTransport.pair() for rank in backends}
         channels = {rank: Channel(mine, RANK_TIMEOUT_S) for rank, (mine, _) in self.transports.items()}
@@ -51,7 +52,7 @@ class MemoryRanks:
         """Give each follower turns until nobody has anything to do. Returns whether anybody had."""
         was_busy = False
         for rank, follower in self.followers.items():
-            while rank not in self.stopped and rank not in self.errors and (
+            while rank not in self.stopped and rank not in self.late and rank not in self.errors and (
                     self.transports[rank][1].arrives or follower.is_busy or self.transports[rank][0].is_closed):
                 was_busy = True
                 try:
@@ -69,6 +70,7 @@ class MemoryRanks:
     def _wait(self, seconds: float, ranks: Collection[int]) -> Collection[int]:
         if not self.run() and not any(self.transports[rank][0].arrives for rank in ranks):
             self.on_idle(seconds)
+            self.late = {rank: waits - 1 for rank, waits in self.late.items() if waits > 1}
             self.tick()
         return list(ranks)
 
@@ -79,8 +81,8 @@ class MemoryRanks:
         self.leader.tick()
 
 
-class DrawingBackend(ScriptedBackend):
-    """A ScriptedBackend for rank 0: it tells the other ranks which tokens it has drawn."""
+class TellsDrawnTokens:
+    """Makes a scripted backend that of rank 0: it tells the other ranks which tokens it has drawn."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -94,21 +96,25 @@ class DrawingBackend(ScriptedBackend):
         starts = range(len(output.slots) + 1) if output.row_starts is None else output.row_starts.tolist()
         for row, slot in enumerate(output.slots.tolist()):
             tokens = output.tokens[starts[row]:starts[row + 1]].tolist()
-            if output.parents is None:                 # with drafts: the accepted ones, then one more
-                self._drawn.append((slot, 0, ends[slot] + len(tokens) - 1, tokens[-1]))
-            else:
+            if output.parents is not None:
                 self._drawn += [(slot, beam, ends[slot], token) for beam, token in enumerate(tokens)]
+            elif tokens:                               # with drafts: the accepted ones, then one more
+                self._drawn.append((slot, 0, ends[slot] + len(tokens) - 1, tokens[-1]))
 
     def start(self, batch: ScheduledBatch) -> "DrawnStep":
         return DrawnStep(self, batch, super().start(batch))
 
-    def take_drawn(self, batch: ScheduledBatch) -> tuple[np.ndarray, ...]:
+    def take_drawn(self, batch: ScheduledBatch | None = None) -> tuple[np.ndarray, ...]:
         drawn, self._drawn = self._drawn, []
         return (np.array(drawn, np.int32),) if drawn else ()
 
 
+class DrawingBackend(TellsDrawnTokens, ScriptedBackend):
+    """A ScriptedBackend for rank 0."""
+
+
 class DrawnStep:
-    def __init__(self, backend: DrawingBackend, batch: ScheduledBatch, pending: Any) -> None:
+    def __init__(self, backend: TellsDrawnTokens, batch: ScheduledBatch, pending: Any) -> None:
         self._backend, self._batch, self._pending = backend, batch, pending
 
     def finish(self) -> StepOutput:
@@ -169,17 +175,21 @@ class ScriptedRank:
         self.closed = True
 
 
-def different_tokens(loop: GenerationLoop, rank: ScriptedRank) -> str:
-    """Compare the cached tokens of all sequences with the pool of another rank. Returns what differs, or ""."""
+def different_tokens(loop: GenerationLoop, own: np.ndarray, rank: ScriptedRank) -> str:
+    """Compare the cached tokens of all sequences with the pool of another rank. Returns what differs, or "".
+
+    own   [blocks, tokens per block] the pool of rank 0. A block that does not have its tokens there is left out: its
+          step has not run, or has failed
+    """
     size, sequences = loop.kv.tokens_per_block, loop.kv.sequences
     for slot, request in enumerate(sequences.owners):
         if request is None:
             continue
         length = int(sequences.kv_lengths[slot])
         for beam in range(request.beam_width):
-            blocks = loop.kv.block_ids(request, beam)
-            for index, block in enumerate(blocks):
+            for index, block in enumerate(loop.kv.block_ids(request, beam)):
                 wanted = request.tokens[beam][index * size:min((index + 1) * size, length)]
-                if block >= 0 and rank.pool[block, :len(wanted)].tolist() != wanted:
+                if (block >= 0 and own[block, :len(wanted)].tolist() == wanted
+                        and rank.pool[block, :len(wanted)].tolist() != wanted):
                     return f"{request}, beam {beam}, block {block}: {rank.pool[block].tolist()}, expected {wanted}"
     return ""

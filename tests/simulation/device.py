@@ -9,7 +9,7 @@ cached prompt must have the stamps that the request expects (I16).
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from zlib import crc32
 
@@ -34,6 +34,7 @@ class Order:
     in_finish   whether the error is raised when the step is read, or when it runs
     poisons     slot -> (block, first token) pairs: once a batch with the slot has run, the block has non-finite values
                 from this token on
+    rank        the rank on which `raises` holds
     """
 
     raises: Callable[[list[int]], BaseException | None] = lambda slots: None
@@ -41,6 +42,7 @@ class Order:
     failures: dict[int, RowFailure] = field(default_factory=dict)
     spoils: Callable[[StepOutput, list[int]], StepOutput] | None = None
     poisons: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    rank: int = 0
 
 
 NO_ORDER = Order()
@@ -61,8 +63,9 @@ class SimulatedDevice(ScriptedBackend):
                  blocks_of: Callable[..., list[int]], table_of: Callable[[LlmRequest], np.ndarray],
                  blame: Callable[..., None],
                  before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
-                 is_reused: bool, **options) -> None:
+                 is_reused: bool, num_ranks: int = 1, **options) -> None:
         super().__init__(on_step=self._on_step, **options)
+        self.num_ranks = num_ranks
         self._faults = faults
         self._owner_of, self._blocks_of, self._table_of = owner_of, blocks_of, table_of
         self._owners: dict[int, dict[int, LlmRequest]] = {}         # iteration -> slot -> its request at the launch
@@ -94,7 +97,10 @@ class SimulatedDevice(ScriptedBackend):
             name = self._faults.draw(Place.MODEL)
             if self._waits_for_several and name is None and batch.num_sequences > 1:
                 name = "model.memory_above"
-            self._orders[batch.iteration] = self._order(name, batch) if name else NO_ORDER
+            order = self._order(name, batch) if name else NO_ORDER
+            if self.num_ranks > 1 and order.raises is not NO_ORDER.raises:
+                order = replace(order, rank=self._faults.rng.randrange(self.num_ranks))
+            self._orders[batch.iteration] = order
         else:
             self.num_bisected += 1
             # A step that was launched before the previous one failed may fail with it.
@@ -207,8 +213,16 @@ class SimulatedDevice(ScriptedBackend):
 
     @staticmethod
     def _raise(order: Order, batch: ScheduledBatch) -> None:
-        error = order.raises(batch.slots())
+        error = order.raises(batch.slots()) if order.rank == 0 else None
         if error is not None:
+            raise error
+
+    def step_of(self, rank: int, batch: ScheduledBatch) -> None:
+        """Called in a step of another rank: raise what the order of the batch says."""
+        order = self.order_of(batch)
+        error = order.raises(batch.slots()) if order.rank == rank else None
+        if error is not None:
+            self._failed.add(batch.iteration)
             raise error
 
     def _order(self, name: str, batch: ScheduledBatch) -> Order:

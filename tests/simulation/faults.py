@@ -18,6 +18,7 @@ class Place(Enum):
     MODEL = "model"
     ALLOCATOR = "allocator"
     CLOCK = "clock"
+    RANK = "rank"
     LIFE = "life"
 
 
@@ -92,6 +93,14 @@ MENU: dict[str, Fault] = _menu(
     (Place.CLOCK, "backward", "goes back by a moment"),
     (Place.CLOCK, "stands_still", "does not move for a while"),
 
+    (Place.RANK, "late", "another rank does nothing for a while"),
+    (Place.RANK, "asks_for_the_end", "another rank asks for a shutdown"),
+    (Place.RANK, "killed", "another rank is gone"),
+    (Place.RANK, "stopped", "another rank is silent"),
+    (Place.RANK, "altered", "a bit of a frame is another one"),
+    (Place.RANK, "twice", "a frame comes twice"),
+    (Place.RANK, "cut", "a frame ends in the middle, and then the connection"),
+
     (Place.LIFE, "shutdown", "is asked for without draining"),
     (Place.LIFE, "twice", "is asked for again"),
     (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
@@ -100,7 +109,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 51
+assert len(MENU) == 58
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

@@ -88,6 +88,7 @@ class Swarm:
     max_beam_width: int = 1
     run_ahead: bool = False
     is_asynchronous: bool = False
+    ranks: int = 1
 
     @property
     def is_static(self) -> bool:
@@ -157,7 +158,8 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         iterations = iterations_drawn
     possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
-    faults = tuple(fault.name for fault in possible if fault.place is not Place.LIFE and rng.random() < share)
+    faults = tuple(fault.name for fault in possible
+                   if fault.place not in (Place.LIFE, Place.RANK) and rng.random() < share)
     endings = _endings(rng, iterations, share)
     if "allocator.smallest_pool" in faults:
         num_blocks = max(tightest, 2)
@@ -165,8 +167,11 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         tokens_per_block, max_batch_size, max_num_tokens, num_blocks, traffic = _pressure(rng, max_seq_len, traffic)
     max_beam_width, num_blocks, traffic = _beams_and_words(Random(f"beams {seed}"), num_blocks, faults, traffic)
     overlap = not static and one_in(3)
-    window_rng = Random(f"window {seed}")
+    window_rng, rank_rng = Random(f"window {seed}"), Random(f"ranks {seed}")
     run_ahead = not static and not overlap and window_rng.random() < 0.7
+    # With several ranks, a step is launched when the steps of its requests have been read.
+    ranks = 1 if static or run_ahead else rank_rng.choice([1, 2, 3, 4])
+    rank_faults = [fault.name for fault in menu_of(Place.RANK) if ranks > 1 and rank_rng.random() < 0.3]
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -196,7 +201,8 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         sinks=sinks,
         host_blocks=host_blocks,
         traffic=traffic,
-        faults=faults,
+        faults=(*faults, *rank_faults),
+        ranks=ranks,
         fault_rate=rng.choice([0.005, 0.02, 0.08]),
         endings=endings,
         max_beam_width=max_beam_width)

@@ -13,6 +13,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
     yield "policy", "STATIC_BATCH" if swarm.is_static else swarm.policy.name
     yield "chunking", "off" if swarm.chunking is None else swarm.chunking.name
     yield "micro-batches in flight", str(swarm.depth)
+    yield "ranks", str(swarm.ranks)
     yield "tokens per block", str(swarm.tokens_per_block)
     yield "blocks", within(swarm.num_blocks, 2, 4, 16, 64, 256, 512)
     yield "batch", within(swarm.max_batch_size, 1, 2, 4, 8, 16, 64)

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from random import Random
 
@@ -19,12 +20,14 @@ from batch_manager.errors import BatchManagerError
 from batch_manager.handover import ScheduledBatch
 from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
+from batch_manager.parallel.leading import LeadingBackend
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
 from batch_manager.scheduling.waiting import REASONS
 from batch_manager.stats.trace import IterationTrace
 from batch_manager.worker import run_worker
 from tests.harness.clock import VirtualClock
+from tests.harness.ranks import MemoryRanks, ScriptedRank, TellsDrawnTokens, different_tokens
 from tests.harness.worker import exit_of_the_interpreter, virtual_control
 from tests.harness.world import make_loop, quiet_log
 
@@ -41,6 +44,8 @@ STEP_S, IDLE_S = 0.02, 0.0048
 MOST_IDLE_TURNS = 400                 # in a row, while requests are unanswered; a back-off lasts 21 of them
 BOUND_ON_WAITING = 2                  # iterations per step of work ahead of a request
 MOST_VIOLATIONS = 20
+EVERY_RANKS = 4                       # turns between two comparisons of the ranks' caches
+HARMLESS = ("rank.late", "rank.asks_for_the_end")
 REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
 
 
@@ -85,15 +90,16 @@ class SimulatedWorld:
         model = {"vocab_size": swarm.vocab_size, "key": swarm.seed, "window": swarm.window, "sink": swarm.sinks}
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
         self.client = SimulatedClient(self, Random(f"client {swarm.seed}"))
-        self.device = SimulatedDevice(
+        self.device = (SimulatedDevice if swarm.ranks == 1 else SimulatedRank0)(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
             blocks_of=lambda request, beam=0: self.loop.kv.block_ids(request, beam),
             table_of=lambda request: self.loop.kv.sequences.table(request), blame=self.blame,
             is_asynchronous=swarm.is_asynchronous,
             before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
             max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
-            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, **model,
+            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, num_ranks=swarm.ranks, **model,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
+        self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
         self.loop = self._build()
         self.first_in_line = FirstInLine(self)
         self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -121,8 +127,9 @@ class SimulatedWorld:
 
     def _build(self):
         swarm, client = self.swarm, self.client
+        backend = self.device if self.ranks is None else LeadingBackend(self.device, self.ranks.leader)
         loop = make_loop(
-            client, backend=self.device, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
+            client, backend=backend, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
             max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
             parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end},
             heartbeat=self.control.heartbeat, as_arrays=True,
@@ -184,6 +191,8 @@ class SimulatedWorld:
                                "clock.stands_still": 0.0}[name]
         if name != "clock.stands_still":
             self.clock.now += STEP_S / 4
+        if self.ranks is not None:
+            self.ranks.move()
 
     def _end(self, name: str) -> None:
         """Begin the ending `name`, such as "drain". A run may have several endings."""
@@ -251,7 +260,8 @@ class SimulatedWorld:
 
     def engine_failed(self, error: BatchManagerError, reason: str) -> None:
         """Note that the worker declared the engine failed. Check that a simulated fault was the reason."""
-        self.check(self._engine_may_fail or self.device.is_lost, f"I29: the engine failed by itself: {reason}")
+        self.check(self._engine_may_fail or self.device.is_lost or self.ranks is not None and self.ranks.may_be_lost,
+                   f"I29: the engine failed by itself: {reason}")
         self._engine_may_fail = True
         if len(self.loop.intake):
             self.mark("engine failed with a queue")
@@ -279,6 +289,8 @@ class SimulatedWorld:
                 self.check(kv.used_blocks == 0, f"C23: {kv.used_blocks} blocks are held after the end")
         self.check(client.not_told == 0 and client.endings == 1,
                    f"I31: {client.not_told} responses without after_responses, {client.endings} calls of at_end")
+        if self.ranks is not None:
+            self.check(self.ranks.all_ended(), "C14: another rank has not ended")
         client.judge_what_was_kept()
         client.over = "the run has ended"
 
@@ -313,6 +325,8 @@ class SimulatedWorld:
         if loop.failure is None:
             for fault in invariants.faults(self):
                 self.check(False, fault)
+            if self.ranks is not None:
+                self.check(not (fault := self.ranks.fault()), fault)
         self.markers.step_ended(self._slots_freed)
         self.markers.failed(self._failed_now)
         if self._failed_now:
@@ -592,6 +606,82 @@ class SimulatedWorld:
         self.faults.hit(name)
         count = kv.free_blocks - self.faults.rng.randrange(needed)
         return (kv.pool if kv.cache is None else kv.cache).take(count)
+
+
+class SimulatedRank0(TellsDrawnTokens, SimulatedDevice):
+    """The device of rank 0 among several."""
+
+
+class SimulatedRanks(MemoryRanks):
+    """The other ranks of a simulated engine, and what happens to them.
+
+    may_be_lost   whether a rank is gone, so that the engine fails
+    """
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self._world, self._faults, device = world, world.faults, world.device
+        self.may_be_lost = False
+        self.backends = {rank: ScriptedRank(device.info, partial(device.step_of, rank))
+                         for rank in range(1, world.swarm.ranks)}
+        super().__init__(self.backends, monotonic=world.clock.monotonic, on_idle=self._idle)
+        self.leader.on_end = lambda drain: world._end("drain")
+
+    def _idle(self, seconds: float) -> None:
+        self._world.clock.now += seconds
+
+    def move(self) -> None:
+        """Between two turns: the ranks run, and sometimes something happens to one of them."""
+        name = None if self.may_be_lost else self._faults.draw(Place.RANK)
+        rng = self._faults.rng
+        if name is None or name not in HARMLESS and rng.randrange(8):    # a loss ends the run
+            return
+        self._faults.hit(name)
+        rank = rng.choice(list(self.backends))
+        to_leader, to_rank = self.transports[rank]
+        kind = name.removeprefix("rank.")
+        if kind == "late":
+            self.late[rank] = rng.randint(1, 6)
+            return
+        if kind == "asks_for_the_end":
+            self.followers[rank].link.ask_to_end(True)
+            self.tick()
+            return
+        self.may_be_lost = True
+        if kind == "stopped":
+            self.stopped.add(rank)
+        elif kind == "killed":
+            to_leader.close()
+            to_rank.close()
+        else:
+            self.followers[rank].link.tick()           # a BEAT is on its way to rank 0
+            frame = to_leader.arrives.pop()
+            if kind == "altered":
+                at = rng.randrange(len(frame))
+                frame = frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1:]
+                to_leader.arrives.append(frame)
+            elif kind == "twice":
+                to_leader.arrives.extend([frame, frame])
+            else:
+                to_leader.arrives.append(frame[:rng.randrange(1, len(frame))])
+                to_rank.close()
+
+    def fault(self) -> str:
+        """Return what another rank has in its cache that rank 0 has not, or ""."""
+        loop = self._world.loop
+        if self._world.step_number % EVERY_RANKS or loop.window or loop._resources.device_work.has_pending:
+            return ""
+        device = self._world.device
+        own = device._pool.reshape(-1, device.info.tokens_per_block)
+        for rank, backend in self.backends.items():
+            if rank not in self.errors and (difference := different_tokens(loop, own, backend)):
+                return f"R1: rank {rank} has other tokens: {difference}"
+        return ""
+
+    def all_ended(self) -> bool:
+        """Whether every rank that was not stopped has closed its backend."""
+        self.late.clear()
+        self.run()
+        return all(backend.closed for rank, backend in self.backends.items() if rank not in self.stopped)
 
 
 class WatchedLoop:
