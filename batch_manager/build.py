@@ -13,7 +13,7 @@ import numpy as np
 from ._version import __version__
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import ParallelConfig, Parts
+from .config import ParallelConfig, Parts, TrtGptModelOptionalParams
 from .contained_log import log
 from .custom_parts import (
     check_scheduler,
@@ -37,7 +37,7 @@ from .loop.intake import Intake, QueueBounds
 from .loop.preparing import Preparing
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
-from .parallel.control import WakeUpPipe, join, lead
+from .parallel.control import WakeUpPipe, join, lead, own_address
 from .parallel.leading import LeadingBackend
 from .parallel.mapping import Place, place_of
 from .parallel.ranks import Leader, Link
@@ -50,6 +50,8 @@ from .seams import Clock, ModelBackend
 
 if TYPE_CHECKING:
     import torch
+
+    from .runtime.ranks.part import RankPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +275,17 @@ def _make_local_backend(arguments: EngineArguments, parts: Parts, meeting: Meeti
     return build_native_backend(
         arguments.model_path, params, layout=layout, num_slots=num_slots, max_beam_width=arguments.max_beam_width,
         attention_factory=checked_attention(parts.attention), own_stages=checked_stages(parts.stages),
-        is_engine_thread=is_a_worker)
+        is_engine_thread=is_a_worker, part=None if meeting is None else _part_of(meeting, params))
+
+
+def _part_of(meeting: Meeting, params: TrtGptModelOptionalParams) -> "RankPart":
+    from .runtime.ranks.exchange import Exchange
+    from .runtime.ranks.part import RankPart
+
+    place, config = meeting.place, params.parallel_config
+    assert config is not None
+    return RankPart(place=place, config=config, exchange=Exchange(place, in_rank_order=params.deterministic),
+                    agree=meeting.ranks.exchange, store=meeting.store, address=own_address(place.host, place.port))
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

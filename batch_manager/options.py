@@ -62,8 +62,6 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
     """
     if (config := arguments.optional_params.parallel_config) is not None and config.num_ranks > 1:
         _check_ranks(arguments, parts, config)
-        raise ConfigError(f"parallel_config has {config.num_ranks} ranks", "several ranks are not built yet",
-                          "leave parallel_config out, and start an engine for each device")
     if parts.backend is None:    # known before the model is loaded
         _check_drafts(arguments, 0, "the package's backend", "in a Parts.backend")
     if not arguments.is_static:

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -93,9 +92,6 @@ class Rank:
                 store.get = lambda name: get(name)[:-16] + bytes(16)
             return store
 
-        settle = build.settle
-        build.settle = lambda arguments, parts: settle(replace(arguments, optional_params=replace(
-            arguments.optional_params, parallel_config=None)), parts)
         build._make_local_backend, build.open_rendezvous = make_local_backend, open_rendezvous
         if version:
             build.__version__ = version

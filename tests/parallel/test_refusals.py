@@ -60,8 +60,3 @@ def test_the_launcher_makes_the_processes():
 
 def test_one_rank_is_as_without(make_manager, new_client):
     make_manager(new_client(), backend=ScriptedBackend(), parallel_config=ParallelConfig(collectives="nccl"))
-
-
-def test_several_ranks_are_not_built_yet():
-    with pytest.raises(ConfigError, match="parallel_config has 6 ranks; several ranks are not built yet; leave"):
-        start({}, {}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3})
