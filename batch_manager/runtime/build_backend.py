@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -210,7 +210,7 @@ def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, ho
         tokens_per_block=pool.shape[4], adapters=adapters)
 
 
-def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: dict[str, str],
+def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: Mapping[str, str],
               windows: Sequence[int | None] = (None,), sink_tokens: int = 0) -> BackendInfo:
     """Return the facts about an engine.
 

@@ -29,7 +29,8 @@ class CheckedModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._checked("logits", self._model.logits(hidden), hidden, self._vocab_size, self._dtypes)
 
-    def _checked(self, method: str, found: object, given: torch.Tensor, columns: int, dtypes) -> torch.Tensor:
+    def _checked(self, method: str, found: object, given: torch.Tensor, columns: int,
+                 dtypes: dict[torch.dtype, None]) -> torch.Tensor:
         """Return `found` if it is a tensor of the expected shape, dtype and device. Otherwise, raises ConfigError."""
         shape = (len(given), columns)
         if (isinstance(found, torch.Tensor) and found.shape == shape and found.dtype in dtypes

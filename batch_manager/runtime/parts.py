@@ -21,14 +21,14 @@ Threads = Callable[[int | None], Callable[[], AbstractContextManager[None]]]
 class DeviceParts:
     """What all forms of a step share.
 
-    stream       the stream of all steps; None on a CPU. On the default stream, steps and other GPU work of the process
-                 would wait for each other
-    pool         the KV cache pool, [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
-    host_pool    the host blocks; empty: evicted blocks are not copied to the host
-    tables       the host's block tables, with which `pool` is read
-    slots        state of each sequence; its features decide which forms serve a step
-    decoder      samples from logits, with `slots`
-    threads      (a form's own number of threads, or None) -> maker of a context manager for a step, see thread_count.py
+    stream           the stream of all steps; None on a CPU. On the default stream, steps and other GPU work of the
+                     process would wait for each other
+    pool             the KV cache pool, [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
+    host_pool        the host blocks; empty: evicted blocks are not copied to the host
+    tables           the host's block tables, with which `pool` is read
+    slots            state of each sequence; its features decide which forms serve a step
+    decoder          samples from logits, with `slots`
+    threads          see `Threads`
     num_threads      threads of a step on a CPU; None: torch's setting
     num_slots        number of sequences in the largest step. `slots` has one more if a form pads steps with a slot
     max_beam_width   largest number of beams of a sequence

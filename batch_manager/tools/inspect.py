@@ -29,7 +29,7 @@ from ..models.registry import is_shipped
 from ..runtime import packing
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
-from ..runtime.forms.compiled.making import obstacle_of_model
+from ..runtime.forms.compiled.forward import obstacle_of_model
 from ..runtime.forms.form import by_reason
 from ..runtime.forms.table import Asked, wanted_forms
 from ..runtime.kv_pool import block_bytes

@@ -13,7 +13,7 @@ from batch_manager.layers.recording import NotRecordableError, RecordedAttention
 from batch_manager.models import load_model
 from batch_manager.models.registry import _MODEL_TYPES
 from batch_manager.runtime import packing
-from batch_manager.runtime.forms.compiled.making import LARGEST_HEAD, make_compiled
+from batch_manager.runtime.forms.compiled.forward import LARGEST_HEAD, make_compiled
 from batch_manager.runtime.forms.table import Asked, wanted_forms
 
 from ..models.test_model_spec import BASE, OTHERS

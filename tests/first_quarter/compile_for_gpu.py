@@ -26,7 +26,7 @@ from torch.nn import functional
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.runtime import build_backend, packing
 from batch_manager.runtime.forms import table
-from batch_manager.runtime.forms.fixed import making
+from batch_manager.runtime.forms.fixed import fused
 from batch_manager.runtime.forms.fixed import shapes as graph_shapes
 from batch_manager.triton_kernels import dispatch
 from tests.benchmarks.gpu_report import shapes
@@ -68,7 +68,7 @@ def build_engine(path: Path, rows: int, tokens_per_block: int = 64, *, num_weigh
           mock.patch.object(functional, "linear", lambda x, weight, bias=None: torch.zeros(
               len(x), len(weight), dtype=x.dtype)),
           mock.patch.object(torch.Tensor, "addmm_", lambda self, *given, **more: self),
-          mock.patch.object(making, "difference_from_layers", launch_once),
+          mock.patch.object(fused, "difference_from_layers", launch_once),
           mock.patch.object(table, "difference_of_graphs", lambda *given, **more: ""),
           mock.patch.object(build_backend, "mixed_sizes", lambda rows, tokens, _: sizes(rows, tokens, num_weights)),
           torch.inference_mode()):

@@ -38,7 +38,7 @@ def rehearsal() -> Iterator[None]:
     """Context manager: engines with cuda_graphs=True capture graphs on the CPU too, and none has a warm-up."""
     from batch_manager.runtime import build_backend
     from batch_manager.runtime.forms import table
-    from batch_manager.runtime.forms.fixed import making as fixed_making
+    from batch_manager.runtime.forms.fixed import fused
     from tests.runtime.capture_recorder import ReplayedGraph
 
     wanted, defaults = build_backend.wanted_forms, build_backend.build_native_backend.__kwdefaults__
@@ -47,7 +47,7 @@ def rehearsal() -> Iterator[None]:
               {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
           mock.patch.object(table, "warm_up", lambda *given: None),
-          mock.patch.object(fixed_making, "COMPARED_TOKENS", ())):
+          mock.patch.object(fused, "COMPARED_TOKENS", ())):
         yield
 
 

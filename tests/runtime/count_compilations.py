@@ -27,8 +27,7 @@ from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWor
 from batch_manager.models import load_model
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
-from batch_manager.runtime.forms.fixed.fused import FusedBody
-from batch_manager.runtime.forms.fixed.making import compared_tokens, record_launches
+from batch_manager.runtime.forms.fixed.fused import FusedBody, compared_tokens, record_launches
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import dispatch
 from batch_manager.triton_kernels.device_limits import device_limits

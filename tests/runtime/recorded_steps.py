@@ -25,7 +25,7 @@ from batch_manager.layers.recording import record_embedding
 from batch_manager.runtime import build_backend, packing
 from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.runtime.forms import table
-from batch_manager.runtime.forms.fixed import making as fixed_making
+from batch_manager.runtime.forms.fixed import fused
 from batch_manager.runtime.forms.fixed.form import read_result
 from batch_manager.runtime.forms.fixed.launches import Launches
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, graph_rows
@@ -341,7 +341,7 @@ def replays(folder):
 if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
     table.warm_up = lambda *_: None
-    fixed_making.compared_tokens = lambda *_: ()
+    fused.compared_tokens = lambda *_: ()
     made = Steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(made), planted(made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
                          launches(sys.argv[1]), counted(sys.argv[1]), merged_in_decode(sys.argv[1]),

@@ -14,8 +14,7 @@ from batch_manager.layers import weight_form
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.loading import LoadedModel
 from batch_manager.models.registry import find_model
-from batch_manager.runtime.forms.fixed.fused import FusedBody
-from batch_manager.runtime.forms.fixed.making import record_launches
+from batch_manager.runtime.forms.fixed.fused import FusedBody, record_launches
 from batch_manager.triton_kernels import fused_linear_settings
 from batch_manager.triton_kernels.decode_work_list import decode_work_list
 from batch_manager.triton_kernels.device_limits import DeviceLimits

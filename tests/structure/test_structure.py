@@ -303,7 +303,7 @@ SET_LATER = {
                                    "num_sequences", "table_stride", "_memory", "_capacity"},
                                   "arguments of the C call, and growth"),
     "forms/compiled/thread_governor.py": ({"newest", "trial", "next_trial_s", "threads", "interval_s"}, "decisions"),
-    "forms/fixed/making.py": ({"result"}, "of a recording, before it is used"),
+    "forms/fixed/fused.py": ({"result"}, "of a recording, before it is used"),
 }
 
 

@@ -143,7 +143,7 @@ class Uploads:
         target.copy_(buffer[: array.nbytes], non_blocking=True)
         copied.record(torch.cuda.current_stream(self._device))
 
-    def _free_buffer(self, num_bytes: int):
+    def _free_buffer(self, num_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         index, self._next = self._next, (self._next + 1) % UPLOAD_BUFFERS
         held = self._buffers[index]
         if held is not None and held[0].nbytes >= num_bytes and held[1].query():
@@ -159,6 +159,8 @@ class CapturedGraph:
 
     memory_of   a graph whose memory pool the new graph shares. Only one of the two graphs may run at a time, and each
                 overwrites the other's results in the pool. None: the new graph gets a new pool
+
+    device_type   torch's type of the devices that can capture
 
     A replay uses the addresses of the capture, and reads their contents at the time of the replay.
     """

@@ -27,12 +27,11 @@ from ..packing import Divide
 from ..parts import DeviceParts
 from ..thread_count import has_openmp
 from ..warm_up import cached_by_a_long_sequence, launch, warm_up
-from .compiled.making import make_compiled
+from .compiled.forward import make_compiled
 from .fixed.form import FixedForm
-from .fixed.fused import FusedBody
+from .fixed.fused import FusedBody, make_fused_body
 from .fixed.inputs import FixedInputs, can_bind
 from .fixed.launches import Launches
-from .fixed.making import make_fused_body
 from .fixed.shapes import NO_SIZES, largest_shapes
 from .form import Forms, NoForm, StepForm, by_reason
 from .graph.check import difference_of_graphs
@@ -190,42 +189,39 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
     inputs = None if "fixed" in absent else FixedInputs(parts, largest_shapes(parts.num_slots, graph_sizes))
     table = record_embedding(model.embed)
 
-    def launched(model: Model, fused: FusedBody | None = None) -> tuple[Launches | None, list[StepForm]]:
-        """Return the launches at fixed addresses, and the forms that make them."""
-        if inputs is None:
-            return None, []
-        launches = Launches(parts, inputs, model, table, fused)
-        forms: list[StepForm] = [FixedForm("fixed", parts, inputs, launches)]
+    def assemble(model: Model, fused: FusedBody | None = None, compiled: Any = None
+                 ) -> tuple[list[StepForm], Launches | None]:
+        """Return forms in their order, and the launches at fixed addresses. `compiled` is made by `make_compiled`."""
+        forms: list[StepForm] = []
+        launches = None if inputs is None else Launches(parts, inputs, model, table, fused)
         if fused is not None:
-            forms.insert(0, FixedForm("fused", parts, inputs, launches, fused.most_rows))
-        return launches, forms
-
-    def called(model: Model, compiled: Any = None) -> list[StepForm]:
-        """Return the forms that call the model. `compiled` is the result of `make_compiled`."""
+            forms.append(FixedForm("fused", parts, inputs, launches, fused.most_rows))
+        if launches is not None:
+            forms.append(FixedForm("fixed", parts, inputs, launches))
         forward, head = layers = LayersForward(model, parts.attention, parts.adapters), LayersHead(model)
         if compiled is not None:
             forward, head = compiled[0], compiled[1] or head
+        calls = partial(CallsForm, parts=parts, model=model, divide=asked.layout)
         if asked.layout is packing.padded:
-            return [CallsForm("padded", parts, model, PaddedForward(model, parts.attention, forward), head,
-                              asked.layout)]
-        packed = CallsForm("packed", parts, model, *layers, asked.layout)
-        if compiled is None:
-            return [packed]
-        # The rest is little work, and idle threads of torch would spin on the cores of the compiled code.
-        return [CallsForm("compiled", parts, model, forward, head, asked.layout, threads=1 if has_openmp() else None),
-                packed]
+            forward = PaddedForward(model, parts.attention, forward)
+            return [*forms, calls("padded", forward=forward, head=head)], launches
+        if compiled is not None:
+            # The rest is little work, and idle threads of torch would spin on the cores of the compiled code.
+            forms.append(calls("compiled", forward=forward, head=head, threads=1 if has_openmp() else None))
+        return [*forms, calls("packed", forward=layers[0], head=layers[1])], launches
 
     checked = CheckedModel(model, parts.vocab_size, spec.hidden_size, loaded.dtype)
-    warm_up(parts, Forms([*launched(checked)[1], *called(checked)], parts, {}), own_stages)
+    warm_up(parts, Forms(assemble(checked)[0], parts, {}), own_stages)
     tried = partial(attempt, absent, model, asked.params)
-    launches, fixed = launched(model, tried("fused", lambda: make_fused_body(parts, loaded, spec, most_rows)))
-    calls = called(model, tried("compiled", lambda: make_compiled(parts, loaded, spec, sink)))
+    forms, launches = assemble(model, tried("fused", lambda: make_fused_body(parts, loaded, spec, most_rows)),
+                               tried("compiled", lambda: make_compiled(parts, loaded, spec, sink)))
     clear_block(parts.pool, 0)
-    others = Forms([*fixed, *calls], parts, {})
-    graphs = tried("graph", lambda: make_graph(parts, inputs, launches, others, graph_sizes, asked.graph))
-    forms = Forms([*([] if graphs is None else [graphs]), *fixed, *calls], parts, absent)
-    log_forms(forms)
-    return forms
+    others = Forms(forms, parts, {})
+    if graphs := tried("graph", lambda: make_graph(parts, inputs, launches, others, graph_sizes, asked.graph)):
+        forms.insert(0, graphs)
+    made = Forms(forms, parts, absent)
+    log_forms(made)
+    return made
 
 
 def log_forms(forms: Forms) -> None:

@@ -45,7 +45,7 @@ def rows(count):
 
 
 def test_each_bit_has_one_word_and_each_word_a_bit():
-    assert len(FEATURES) == 12 and len(OF_A_BATCH) == 10
+    assert len(FEATURES) == 13 and len(OF_A_BATCH) == 10
     assert sorted(WORDS) == sorted([*FEATURES, *OF_A_BATCH])
     assert len(set(WORDS.values())) == len(WORDS) and sum(WORDS) == sum(FEATURES) + sum(OF_A_BATCH)
 
@@ -75,8 +75,8 @@ def test_context_logits_count_in_contexts_alone():
 
 def test_a_bit_that_no_form_has_heard_of_is_refused_by_every_form():
     forms, state = engine(Form("compiled", ALL_FEATURES), Form("packed", ALL_FEATURES))
-    state.features[0] = 1 << 43
-    with pytest.raises(NotImplementedError, match=r"\(compiled: bit 43; packed: bit 43\)"):
+    state.features[0] = 1 << 44
+    with pytest.raises(NotImplementedError, match=r"\(compiled: bit 44; packed: bit 44\)"):
         forms.start(rows(1))
 
 

@@ -24,9 +24,8 @@ from batch_manager.models.registry import find_model
 from batch_manager.runtime.device.running import Uploads
 from batch_manager.runtime.forms import comparison
 from batch_manager.runtime.forms.comparison import Tolerance, difference_from_layers, first_step
-from batch_manager.runtime.forms.fixed.fused import FusedBody
+from batch_manager.runtime.forms.fixed.fused import FusedBody, compared_tokens, make_fused_body, record_launches
 from batch_manager.runtime.forms.fixed.fusion import FusedProduct, fuse
-from batch_manager.runtime.forms.fixed.making import compared_tokens, make_fused_body, record_launches
 from batch_manager.runtime.forms.fixed.recording import Activation, LaunchRecording, Norm, Product, Sum
 from batch_manager.runtime.forms.form import NoForm
 from batch_manager.runtime.forms.table import attempt
