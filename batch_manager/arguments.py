@@ -100,12 +100,13 @@ class EngineArguments:
     def digest(self) -> str:
         """Return 64 hexadecimal digits, equal in all processes for equal values.
 
-        A path counts by its text. What tells the ranks of one model apart does not count.
+        A path counts by its text. With a parallel_config, what tells ranks apart does not count, nor do the limits of
+        the queue, which rank 0 alone has and AsyncEngine sets.
         """
         path, params = None if self.model_path is None else os.fspath(self.model_path), self.optional_params
         if params.parallel_config is not None:
-            params = replace(params, parallel_config=replace(params.parallel_config, rank=None, local_rank=None,
-                                                             leader=None, device_ids=None))
+            params = replace(params, max_queued_requests=0, max_queued_tokens=0, parallel_config=replace(
+                params.parallel_config, rank=None, local_rank=None, leader=None, device_ids=None))
         return sha256(repr(replace(self, model_path=path, optional_params=params)).encode()).hexdigest()
 
 

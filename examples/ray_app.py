@@ -1,20 +1,27 @@
 """Run replicas of an engine under Ray Serve. If a replica dies, its streams continue on another replica.
 
     serve run examples.ray_app:app [model=FOLDER] [replicas=2] [max_replicas=2] [num_threads=1] [max_batch_size=32]
+        [tensor_parallel_size=1]
 
     curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64, "end_id": 1}'
 
 A request is a JSON object of request tensors. The answer has one line of JSON per delta: `tokens` and `finish_reason`,
 or `error`.
+
+With a tensor_parallel_size of N, each replica is rank 0 of an engine of N processes on one machine. Its other ranks are
+actors in the placement group of the replica, and end with it.
 """
 
 import asyncio
 import json
 import os
 import random
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -27,16 +34,23 @@ from batch_manager import (
     InferenceRequest,
     InvalidRequestError,
     KvCacheConfig,
+    ParallelConfig,
     TrtGptModelOptionalParams,
     resume,
 )
 from batch_manager.aio import AsyncEngine, RequestFailed
+from batch_manager.extras.launch import follow
 from batch_manager.extras.repeated_names import unique_names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS_TO_FIND_A_REPLICA = 60.0
+CPUS = 0.25    # of a process, as Ray counts them
 # Every Ray process must be able to import this module.
 EVERYWHERE = {"runtime_env": {"env_vars": {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}}}
+
+
+def with_rank(params: TrtGptModelOptionalParams, rank: int) -> TrtGptModelOptionalParams:
+    return replace(params, parallel_config=replace(params.parallel_config, rank=rank))
 
 
 def continuation(tensors: dict, tokens: list[int]) -> dict:
@@ -47,16 +61,31 @@ def continuation(tensors: dict, tokens: list[int]) -> dict:
     return resume(InferenceRequest(0, tensors), tokens).input_tensors
 
 
+@ray.remote(num_cpus=CPUS, max_restarts=0)
+class Rank:
+    """Another rank than 0 of a replica's engine."""
+
+    def follow(self, model: str, params: TrtGptModelOptionalParams, rank: int) -> int:
+        return follow(model, with_rank(params, rank))
+
+
 class Engine:
     """One replica: an AsyncEngine with the methods that Ray calls."""
 
-    async def __init__(self, model: str, num_threads: int, max_batch_size: int) -> None:
+    async def __init__(self, model: str, num_threads: int, max_batch_size: int, tensor_parallel_size: int) -> None:
         self._latest: dict = {}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            leader = f"127.0.0.1:{free.getsockname()[1]}"
+        params = TrtGptModelOptionalParams(
+            num_threads=num_threads, max_batch_size=max_batch_size, flush_stats_when_idle=True,
+            kv_cache_config=KvCacheConfig(enable_block_reuse=True),
+            parallel_config=ParallelConfig(tensor_parallel_size=tensor_parallel_size, leader=leader))
+        self._others = [Rank.remote() for _ in range(1, tensor_parallel_size)]     # end with the replica
+        for rank, other in enumerate(self._others, 1):
+            other.follow.remote(model, params, rank)
         self._engine = await AsyncEngine.start(
             model, return_batch_manager_stats_cb=lambda record: self._latest.update(json.loads(record)),
-            optional_params=TrtGptModelOptionalParams(
-                num_threads=num_threads, max_batch_size=max_batch_size, flush_stats_when_idle=True,
-                kv_cache_config=KvCacheConfig(enable_block_reuse=True)))
+            optional_params=with_rank(params, 0))
 
     async def stream(self, tensors: dict):
         """Yield the deltas of a request as dictionaries. Cancelling the call stops the request."""
@@ -152,7 +181,7 @@ class Front:
 def app(arguments: dict[str, str]) -> serve.Application:
     """Build the application. `serve run` calls this function with its key=value arguments."""
     known = {"model": str(REPOSITORY / "examples" / "models" / "austen-4m"), "replicas": 2, "max_replicas": 0,
-             "num_threads": 1, "max_batch_size": 32}
+             "num_threads": 1, "max_batch_size": 32, "tensor_parallel_size": 1}
     unknown = sorted(set(arguments) - set(known))
     if unknown:
         raise ValueError(f"unknown argument {unknown[0]!r}; the arguments are {', '.join(known)}")
@@ -162,12 +191,15 @@ def app(arguments: dict[str, str]) -> serve.Application:
         min_replicas=given["replicas"], max_replicas=given["max_replicas"], metrics_interval_s=1, upscale_delay_s=5,
         look_back_period_s=2, policy=AutoscalingPolicy(policy_function="examples.ray_router:autoscale"))
     engines = serve.deployment(Engine, name="Engine").options(
-        ray_actor_options={"num_cpus": 0.25, **EVERYWHERE}, max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": CPUS, **EVERYWHERE}, max_ongoing_requests=1000,
+        placement_group_bundles=[{"CPU": CPUS}] * given["tensor_parallel_size"],     # the replica, then its ranks
+        placement_group_strategy="STRICT_PACK",
         health_check_period_s=1, health_check_timeout_s=10, graceful_shutdown_timeout_s=30,
         request_router_config=RequestRouterConfig(request_router_class="examples.ray_router:PrefixRouter",
                                                   request_routing_stats_period_s=1),
         **({"autoscaling_config": autoscaling} if given["max_replicas"] > given["replicas"]
            else {"num_replicas": given["replicas"]}))
     front = serve.deployment(Front, name="Front").options(
-        ray_actor_options={"num_cpus": 0.25, **EVERYWHERE}, max_ongoing_requests=1000)
-    return front.bind(engines.bind(given["model"], given["num_threads"], given["max_batch_size"]))
+        ray_actor_options={"num_cpus": CPUS, **EVERYWHERE}, max_ongoing_requests=1000)
+    return front.bind(engines.bind(given["model"], given["num_threads"], given["max_batch_size"],
+                                   given["tensor_parallel_size"]))

@@ -7,8 +7,11 @@ The application is `batch_manager.extras.openai.application.make_app`, which oth
 
 import sys
 from collections.abc import Sequence
+from math import inf
 
+from ..config import TrtGptModelOptionalParams
 from ..errors import ConfigError
+from ..extras.launch import LONGEST_DRAIN_S, follow, parallel_config, rank_of
 from .command_parser import CommandParser
 from .shared_options import add_shared
 
@@ -30,33 +33,47 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="origins such as "
                         "https://example.org whose pages may call the server from a browser; *: all (none)")
     parser.add_argument("--keep-alive-seconds", type=int, default=75, help="for idle connections; above a proxy's (75)")
-    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (30)")
+    parser.add_argument("--drain-seconds", type=float, help="for running requests after SIGTERM (30, and with several "
+                        f"ranks at most {LONGEST_DRAIN_S})")
     for name, what in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
         parser.add_argument(name, metavar="NAME", help=f"the model's format of {what}; none: text (the template's)")
     add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
     parser.add_argument("--max-queued-requests", type=int)
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype"):
         add_shared(parser.add_argument, name)
+    for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+        add_shared(parser.add_argument, name, shown="1", default=1)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     models = [given.pop(name) for name in ("positional", "model") if name in given]
     if len(models) != 1:
         parser.error(f"{len(models)} models were given; expected one folder or .gguf file")
-    host, port, drain_s, keep_alive_s = map(given.pop, ("host", "port", "drain_seconds", "keep_alive_seconds"))
+    sizes = given.pop("tensor_parallel_size"), given.pop("pipeline_parallel_size")
+    longest_drain_s = inf if sizes == (1, 1) else LONGEST_DRAIN_S
+    host, port, keep_alive_s = map(given.pop, ("host", "port", "keep_alive_seconds"))
+    drain_s = given.pop("drain_seconds", min(30.0, longest_drain_s))
     if not 0 <= port <= 65535:
         parser.error(f"--port is {port}; expected 0 to 65535; 0 takes any free port")
     if not drain_s >= 0:                             # also refuses nan
         parser.error(f"--drain-seconds is {drain_s}; expected at least 0; 0 ends running requests at once")
+    if drain_s > longest_drain_s:
+        parser.error(f"--drain-seconds is {drain_s} with several ranks; expected at most {LONGEST_DRAIN_S}, because "
+                     "torchrun ends its processes 30 seconds after SIGTERM; lower it")
     if not 1 <= keep_alive_s <= LONGEST_KEEP_ALIVE_S:
         parser.error(f"--keep-alive-seconds is {keep_alive_s}; expected 1 to {LONGEST_KEEP_ALIVE_S}")
     try:
-        from ..extras.openai.application import make_app
+        from ..extras.openai.application import engine_params, make_app
         from ..extras.openai.server import check_port, run
     except ImportError as error:
         print(not_installed(program, error), file=sys.stderr)
         return 1
     try:
+        config = parallel_config(*sizes)
+        if rank_of(config) > 0:
+            fields = {"block_reuse", *TrtGptModelOptionalParams.__dataclass_fields__}
+            return follow(*models, engine_params(parallel_config=config, **{
+                name: value for name, value in given.items() if name in fields}))
         check_port(host, port)
-        app = make_app(*models, block_reuse=given.pop("block_reuse"), **given)
+        app = make_app(*models, parallel_config=config, **given)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

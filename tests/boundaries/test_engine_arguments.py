@@ -97,11 +97,12 @@ def test_the_digest_is_the_same_in_another_process_and_for_equal_values():
 
 
 def test_what_tells_ranks_apart_does_not_count_in_the_digest():
-    def digest(**options):
+    def digest(limit=1, **options):
+        config = ParallelConfig(**{"tensor_parallel_size": 2, **options})
         return EngineArguments(optional_params=TrtGptModelOptionalParams(
-            parallel_config=ParallelConfig(tensor_parallel_size=2, **options))).digest()
+            max_queued_requests=limit, max_queued_tokens=limit, parallel_config=config)).digest()
 
-    assert digest() == digest(rank=1, local_rank=0, leader="here:1", device_ids=[1])
+    assert digest() == digest(rank=1, local_rank=0, leader="here:1", device_ids=[1]) == digest(limit=2)
     for other in ({"pipeline_parallel_size": 2}, {"collectives": "gloo"}, {"rank_timeout_s": 1}):
         assert digest(**other) != digest()
 

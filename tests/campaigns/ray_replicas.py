@@ -1,10 +1,11 @@
 """Two replicas under Ray Serve. One is killed during 16 streams.
 
-    python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300]
+    python tests/campaigns/ray_replicas.py [--repeat 1] [--streams 16] [--tokens 300] [--tensor-parallel-size 1]
 
-Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s, and
-the request of a client that disconnects must end within a second. The program prints a line for each kill and one for
-the disconnection. The exit status is 1 if a rule was broken.
+Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s
+(times the number of ranks), and the request of a client that disconnects must end within a second. The program prints
+a line for each kill and one for the disconnection. With several ranks, a rank other than 0 is killed as well. The exit
+status is 1 if a rule was broken.
 """
 
 import argparse
@@ -69,13 +70,13 @@ def parents(pid: int) -> list[int]:
     return found
 
 
-def replicas() -> list[int]:
-    """Return the process ids of the running replicas that this program started."""
+def replicas(actor: bytes = b":Engine") -> list[int]:
+    """Return the process ids of the running replicas, or other actors, that this program started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             title = (folder / "cmdline").read_bytes()
-            if title.startswith(b"ray::") and b":Engine" in title and os.getpid() in parents(int(folder.name)):
+            if title.startswith(b"ray::") and actor in title and os.getpid() in parents(int(folder.name)):
                 found.append(int(folder.name))
         except OSError:
             continue
@@ -97,12 +98,15 @@ def seconds_until(condition, most: float) -> float | None:
     return time.monotonic() - began
 
 
-def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]:
+def kill_one(port: int, undisturbed: list, tokens: int, most_s: float, actor: bytes = b":Engine"
+             ) -> tuple[list[str], str]:
     """Kill one replica during as many streams as `undisturbed` has results. Returns (violations, line of output).
 
     undisturbed   results of the same streams without a kill
+    most_s        seconds within which two replicas must run again
+    actor         in the title of the process to kill
     """
-    wrong, before = [], replicas()
+    wrong, before = [], replicas(actor)
     streams = started(port, len(undisturbed), tokens)
     if seconds_until(lambda: all(len(s.tokens) > tokens // 10 for s in streams), 60) is None:
         wrong.append("not every stream had begun")
@@ -111,14 +115,14 @@ def kill_one(port: int, undisturbed: list, tokens: int) -> tuple[list[str], str]
     os.kill(victim, signal.SIGKILL)
     whole = {}
     watch = threading.Thread(target=lambda: whole.setdefault("s", seconds_until(
-        lambda: running() == 2 and len(now := replicas()) == 2 and victim not in now, 60)))
+        lambda: running() == 2 and len(now := replicas(actor)) == 2 and victim not in now, 60)))
     watch.start()
     got = texts(streams)
     different = sum(one != other for one, other in zip(got, undisturbed, strict=True))
     if different:
         wrong.append(f"{different} texts differ: {[text[1:] for text in got]}")
     watch.join()
-    if whole["s"] is None or whole["s"] > SECONDS_TO_BE_WHOLE:
+    if whole["s"] is None or whole["s"] > most_s:
         wrong.append(f"two replicas again only after {whole['s']} s")
     return wrong, f"{alive} streams in flight at the kill, {different} different, two replicas after " \
                   f"{whole['s'] or float('inf'):.1f} s"
@@ -144,6 +148,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     given = parser.parse_args()
     if find_spec("ray") is None:
         print('Ray Serve was NOT tested: ray is not installed; pip install "ray[serve]"')
@@ -157,18 +162,21 @@ def main() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    wrong, did = [], []
+    wrong, did, most_s = [], [], SECONDS_TO_BE_WHOLE * given.tensor_parallel_size
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app({}))
+        serve.run(app({"tensor_parallel_size": str(given.tensor_parallel_size)}))
         if seconds_until(lambda: len(replicas()) == 2, SECONDS_TO_START) is None:
             raise SystemExit("there are no two replicas")
         undisturbed = texts(started(port, given.streams, given.tokens))
         if {text[1:] for text in undisturbed} != {("LENGTH", "")}:
             wrong.append("undisturbed texts are not whole")
         for _ in range(given.repeat):
-            bad, line = kill_one(port, undisturbed, given.tokens)
+            bad, line = kill_one(port, undisturbed, given.tokens, most_s)
             wrong, did = wrong + bad, [*did, line]
+        if given.tensor_parallel_size > 1:
+            bad, line = kill_one(port, undisturbed, given.tokens, most_s, b"::Rank")
+            wrong, did = wrong + bad, [*did, f"rank 1 killed: {line}"]
         bad, line = leave(port, serve.get_deployment_handle("Engine", "default"))
         wrong, did = wrong + bad, [*did, line]
     finally:

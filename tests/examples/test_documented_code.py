@@ -21,6 +21,7 @@ RUN_BY = {
     '"""A server in forty lines: a queue of requests, four callbacks, and three prompts that the model continues."""':
         "tests/examples/test_forty_lines.py runs the example, which is this block",
     "from batch_manager.extras.llm import LLM": "tests/extras/test_llm.py runs the README's",
+    "import sys": "tests/parallel/test_programs.py",
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
     "import asyncio": "here",
     "from batch_manager.extras.async_llm import AsyncLLM": "here",

@@ -1,4 +1,4 @@
-"""What an engine of several ranks refuses in its constructor, before anything is loaded."""
+"""C27: what an engine of several ranks refuses in its constructor, before anything is loaded."""
 
 import asyncio
 

@@ -75,8 +75,8 @@ FLOORS: dict[str, list[str]] = {
     "testing": [*GROUND, *HOST, "arguments", "decoding", "attention", "runtime", "build"],
     "tools": ["arguments", "clock", "_version", *GROUND, *HOST, *DEVICE, "triton_kernels", "build", "gpt_manager",
               "aio", "testing", "extras"],
-    "extras": ["_version", *GROUND, "triton_kernels", "weights", "requests", "responses", "stats", "engine_info",
-               "gpt_manager", "aio"],
+    "extras": ["arguments", "_version", *GROUND, "parallel", "triton_kernels", "weights", "requests", "responses",
+               "stats", "engine_info", "gpt_manager", "aio"],
     "__init__": ["_version", *GROUND, *HOST, "weights", "layers", "attention", "models", "decoding", "gpt_manager",
                  "engine_info"],
 }
@@ -109,7 +109,8 @@ CODE_LOADERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle",
 CODE_LOADING_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 CODE_LOADING_ATTRIBUTES = {("torch", "load"), ("torch", "hub"), ("torch", "jit"), ("torch", "package"),
                            ("os", "system"), ("os", "popen"), ("os", "execv"), ("os", "execvp"), ("os", "spawnv"),
-                           ("os", "fork"), ("os", "posix_spawn"), ("numpy", "load"), ("np", "load"), ("yaml", "load")}
+                           ("os", "execve"), ("os", "fork"), ("os", "posix_spawn"), ("numpy", "load"), ("np", "load"),
+                           ("yaml", "load")}
 ALLOWED_LOADERS = {
     ("batch_manager/__init__.py", "importlib"): "public names are served lazily, from a table in the file",
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
@@ -136,6 +137,8 @@ ALLOWED_LOADERS = {
     ("batch_manager/runtime/thread_count.py", "ctypes"): "functions of the OpenMP and MKL that torch has loaded",
 }
 
+ALLOWED_CALLS = {("batch_manager/extras/launch.py", "execve"): "torchrun, with the program's own command line"}
+
 # File that catches every exception without raising it again -> (number of places, why no block of the guard does it).
 BROAD_EXCEPTS = {
     "batch_manager/aio/engine_program.py": (1, "what its constructor raises is sent to the host"),
@@ -153,6 +156,7 @@ BROAD_EXCEPTS = {
 }
 
 ALLOWED_ENVIRONMENT = {
+    "batch_manager/extras/launch.py": "all of it is handed on to torchrun",
     "batch_manager/parallel/mapping.py": "variables of launchers, which are read with a parallel_config only",
     "triton_kernels/dispatch.py": "TRITON_INTERPRET is Triton's own switch",
     "triton_kernels/cpu/native/build.py": "$CC names the compiler, $XDG_CACHE_HOME where what it compiled is kept",
@@ -284,7 +288,7 @@ def test_imports_point_down():
 def test_the_tools_do_not_grow():
     """A quarter of the package is enough for the commands. A new option pays for its lines."""
     files = [path for path in (PACKAGE / "tools").rglob("*") if path.suffix in (".py", ".js", ".css", ".html", ".md")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_030
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_070
 
 
 TOWER = [source for source in SOURCES if source.floor == "runtime" and source.path.name != "__init__.py"]
@@ -588,7 +592,8 @@ def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections()
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CODE_LOADING_CALLS:
                 wrong.append(f"{source.where}:{node.lineno} calls {node.func.id}()")
             if (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-                    and (node.value.id, node.attr) in CODE_LOADING_ATTRIBUTES):
+                    and (node.value.id, node.attr) in CODE_LOADING_ATTRIBUTES
+                    and (source.where, node.attr) not in ALLOWED_CALLS):
                 wrong.append(f"{source.where}:{node.lineno} uses {node.value.id}.{node.attr}")
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle", "shell"):
                 wrong.append(f"{source.where}:{node.value.lineno} passes {node.arg}")

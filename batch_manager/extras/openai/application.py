@@ -63,11 +63,10 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         use_one_heap()
-        cache = KvCacheConfig(enable_block_reuse=block_reuse)
         statistics = app.state.statistics = PrometheusStatistics(names[0])
         engine = await AsyncEngine.start(
             model, return_batch_manager_stats_cb=statistics, takes_all=True,
-            optional_params=TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params))
+            optional_params=engine_params(block_reuse=block_reuse, **params))
         try:
             service = app.state.service = OpenAIService(
                 engine, model, names, observe=statistics.observe, tool_call_parser=tool_call_parser,
@@ -93,6 +92,12 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         middleware=[Middleware(without_stack), *([cors] if origins else [])])
     app.router.redirect_slashes = False      # a redirect is no error in OpenAI's format
     return app
+
+
+def engine_params(*, block_reuse: bool, **params: Any) -> TrtGptModelOptionalParams:
+    """Return the optional parameters of the application's engine, which all its ranks need."""
+    return TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(enable_block_reuse=block_reuse),
+                                     flush_stats_when_idle=True, **params)
 
 
 def normal_origin(origin: str) -> str:

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import BatchManagerError, counted
+from ...extras.launch import parallel_config, rank_of
 from ..__main__ import run_as
 from ..compare.__main__ import main as compare
 from ..standard_output import discard_standard_output
+from .engine import follow_rank_0
 from .errors import BenchmarkError, InputError
 from .files import write_files
 from .measurement import Measurement
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = "batch-manager ben
     os.environ.setdefault("OMP_NUM_THREADS", str(options.num_threads))
     measurement = None
     try:
+        if rank_of(parallel_config(options.tensor_parallel_size, options.pipeline_parallel_size)) > 0:
+            return follow_rank_0(options)
         workload, notes = read_requests(options)
         for note in notes if not options.quiet else ():
             print(f"{program}: {options.workload}: {note}", file=sys.stderr)

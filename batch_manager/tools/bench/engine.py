@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ...extras.launch import follow, parallel_config
 from ...gpt_manager import GptManager
 from ...names import TrtGptModelType
 from ..shared_options import POLICIES
@@ -52,19 +53,26 @@ def vocabulary_of(options: argparse.Namespace) -> int:
 def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | None, *, get: Callable[[int], Any],
                  send: Callable[..., None], stats: Callable[[str], None] | None) -> GptManager:
     """Load the model and start the engine. Raises the errors of the constructor of GptManager."""
+    return GptManager(**_arguments(options, kv_tokens), get_inference_requests_cb=get, send_response_cb=send,
+                      return_batch_manager_stats_cb=stats, parts=parts)
+
+
+def follow_rank_0(options: argparse.Namespace) -> int:
+    """Take part as another rank, and return the exit status. Raises the errors of the constructor of GptManager."""
+    return follow(**_arguments(options, model_limits(options, Parts())[2]))
+
+
+def _arguments(options: argparse.Namespace, kv_tokens: int | None) -> dict[str, Any]:
     kv_cache = {"max_tokens": kv_tokens, "tokens_per_block": options.tokens_per_block,
                 "enable_block_reuse": options.block_reuse, "max_attention_window": options.max_attention_window,
                 "sink_token_length": options.sink_token_length, "host_cache_size": options.kv_host_cache_bytes}
     if options.kv_cache_free_gpu_mem_fraction is not None:
         kv_cache["free_gpu_memory_fraction"] = options.kv_cache_free_gpu_mem_fraction
-    return GptManager(
-        options.model if options.model is None else Path(options.model),
-        TrtGptModelType[options.type],
+    return dict(
+        model_path=options.model if options.model is None else Path(options.model),
+        model_type=TrtGptModelType[options.type],
         max_beam_width=options.beam_width,
         scheduler_policy=POLICIES[options.policy],
-        get_inference_requests_cb=get,
-        send_response_cb=send,
-        return_batch_manager_stats_cb=stats,
         optional_params=TrtGptModelOptionalParams(
             kv_cache_config=KvCacheConfig(**kv_cache),
             enable_trt_overlap=options.enable_trt_overlap,
@@ -78,7 +86,6 @@ def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | Non
             num_threads=options.num_threads,
             cuda_graphs=options.cuda_graphs,
             cpu_compile=options.cpu_compile,
-            model_implementation=options.model_implementation),
-        exclude_input_in_output=options.exclude_input_in_output_seq,
-        parts=parts,
-    )
+            model_implementation=options.model_implementation,
+            parallel_config=parallel_config(options.tensor_parallel_size, options.pipeline_parallel_size)),
+        exclude_input_in_output=options.exclude_input_in_output_seq)
