@@ -20,8 +20,7 @@ TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% if m.reasoning_content %}<think>{{
 m.reasoning_content }}</think>{% endif %}{% for c in m.tool_calls or [] %}<tool_call>
 {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
-</tool_call>{% endfor %}
-{% endfor %}<s>{% if enable_thinking %}</s><think>{% endif %}"""
+</tool_call>{% endfor %}{{ '\\n' }}{% endfor %}<s>{% if enable_thinking %}</s><think>{% endif %}"""
 
 
 def folder_of(parent, template=TEMPLATE, special=()):

@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,7 +27,7 @@ from ...errors import BatchManagerError, ConfigError
 from ..prometheus import CONTENT_TYPE, PrometheusStatistics
 from ..tool_calls.model_formats import AUTO, check_format_names
 from .errors import OpenAIError
-from .responses import answer_to, error_response, json_response
+from .responses import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Form, answer_to, error_response, json_response
 from .service import OpenAIService
 
 SECONDS_BETWEEN_TRIMS = 1.0
@@ -83,13 +83,9 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                       allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
-    app = Starlette(lifespan=lifespan, routes=[
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
-        Route("/health", health), Route("/metrics", metrics),
-    ], exception_handlers={404: not_found, 405: not_found, 500: server_error},
-        middleware=[Middleware(without_stack), *([cors] if origins else [])])
+    app = Starlette(lifespan=lifespan, routes=ROUTES,
+                    exception_handlers={404: not_found, 405: not_found, 500: server_error},
+                    middleware=[Middleware(without_stack), *([cors] if origins else [])])
     app.router.redirect_slashes = False      # a redirect is no error in OpenAI's format
     return app
 
@@ -149,12 +145,10 @@ def without_stack(app: ASGIApp) -> ASGIApp:
     return asgi
 
 
-async def completions(request: Request) -> Response:
-    return await answer_to(request, request.app.state.service, is_chat=False)
-
-
-async def chat_completions(request: Request) -> Response:
-    return await answer_to(request, request.app.state.service, is_chat=True)
+def generation(form: Form) -> Callable[[Request], Awaitable[Response]]:
+    async def generate(request: Request) -> Response:
+        return await answer_to(request, request.app.state.service, form)
+    return generate
 
 
 async def models(request: Request) -> Response:
@@ -187,3 +181,13 @@ async def not_found(request: Request, error: Any) -> Response:
 
 async def server_error(_: Request, __: Exception) -> Response:
     return error_response(OpenAIError(500, "the server failed; see its log"))
+
+
+ROUTES = [
+    Route("/v1/completions", generation(COMPLETIONS), methods=["POST"]),
+    Route("/v1/chat/completions", generation(CHATS), methods=["POST"]),
+    Route("/v1/responses", generation(RESPONSES), methods=["POST"]),
+    Route("/v1/messages", generation(MESSAGES), methods=["POST"]),
+    Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
+    Route("/health", health), Route("/metrics", metrics),
+]

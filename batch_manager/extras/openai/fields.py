@@ -29,6 +29,7 @@ class ParsedBody:
     has_reasoning    whether the answer has reasoning apart from the text
     max_thinking_tokens   most tokens of reasoning, or None
     prompt_end       the last characters of a chat's prompt, which may open the reasoning
+    form             what another form of the API needs for its answer
     has_events       whether the answer is made of events, whatever else the request asks for
     """
 
@@ -50,6 +51,7 @@ class ParsedBody:
     max_thinking_tokens: int | None = None
     prompt_end: str = ""
     has_events: bool = False
+    form: Any = None
 
 
 def read_body(body: bytes, is_chat: bool) -> ParsedBody:

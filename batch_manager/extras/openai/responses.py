@@ -1,28 +1,54 @@
 """Starlette and FastAPI responses to requests of OpenAI clients. Needs starlette: the extra `server`."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NamedTuple
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from . import messages_api, responses_api
 from .errors import OpenAIError
+from .fields import ParsedBody
 from .service import Answer, OpenAIService
 
 LARGEST_BODY = 4 * 1024 * 1024     # bytes; orjson holds the interpreter lock while it parses
 LARGEST_PIECE = 256 * 1024         # bytes; the server would copy a longer one into its buffer of the connection
 
 
-async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) -> Response:
-    """Return the response to a POST to /v1/completions or /v1/chat/completions.
+class Form(NamedTuple):
+    """A form of the API.
+
+    is_chat      whether its bodies are those of chats
+    read         parses a body; None: as OpenAI's completions and chats
+    answer       makes the answer of an Answer and its `form`; None: the Answer itself
+    error_body   makes the JSON of an error
+    """
+
+    is_chat: bool = True
+    read: Callable[[bytes], ParsedBody] | None = None
+    answer: Callable[[Answer, Any], Any] | None = None
+    error_body: Callable[[OpenAIError], bytes] = OpenAIError.body
+
+
+COMPLETIONS, CHATS = Form(is_chat=False), Form()
+RESPONSES = Form(read=responses_api.read_response, answer=responses_api.ResponseAnswer)
+MESSAGES = Form(read=messages_api.read_message, answer=messages_api.MessageAnswer,
+                error_body=messages_api.error_body)
+
+
+async def answer_to(request: Request, service: OpenAIService, form: Form) -> Response:
+    """Return the response to a POST to one of the routes that generate.
 
     When the client disconnects, the answer's requests stop, streaming or not. For a failure before the first byte, the
     response is an error with its HTTP status.
     """
     watcher = None
     try:
-        answer = await service.accept(await _body_of(request, service), is_chat)
+        answer = await service.accept(await _body_of(request, service), form.is_chat, form.read)
+        if form.answer is not None:
+            answer = form.answer(answer, answer.form)
         headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
         watcher = asyncio.ensure_future(_cancel_when_gone(request, answer))
         if answer.is_streaming:
@@ -32,7 +58,7 @@ async def answer_to(request: Request, service: OpenAIService, *, is_chat: bool) 
             return response
         return WholeAnswer(await answer.whole(), answer, headers)
     except OpenAIError as error:
-        return error_response(error)
+        return json_response(form.error_body(error), error.status, error.headers)
     except ClientDisconnect:
         return Response(status_code=499)
     finally:

@@ -26,6 +26,7 @@ from ..token_bytes import SpelledPositions, TokenPositions
 from ..tokenizer import TooManyTokens, encode, load_tokenizer
 from ..tool_calls.model_formats import AUTO, ModelFormats
 from ..tool_calls.output import Collected, ParsedOutput
+from ..tool_calls.parser import Event
 from ..turn_end import log_unused_turn_ends
 from .errors import OpenAIError, refused, without_paths
 from .fields import WORD, ParsedBody, read_body
@@ -46,7 +47,7 @@ _Item = TypeVar("_Item")
 
 
 class OpenAIService:
-    """Implements /v1/completions, /v1/chat/completions, /v1/models and /health.
+    """Implements /v1/completions, /v1/chat/completions, /v1/models and /health; the other forms of chats use it.
 
     engine      an AsyncEngine. With takes_all=True, a full queue is answered with 429
     folder      model folder with tokenizer and chat template, or a `.gguf` file
@@ -92,8 +93,11 @@ class OpenAIService:
             with contextlib.suppress(BatchManagerError, OpenAIError):
                 part()
 
-    async def accept(self, body: bytes, is_chat: bool) -> "Answer":
+    async def accept(self, body: bytes, is_chat: bool,
+                     read: Callable[[bytes], ParsedBody] | None = None) -> "Answer":
         """Parse a body and submit its requests to the engine.
+
+        read   parses the body of another form of chats; None: it is a completion or a chat of OpenAI's API
 
         Raises OpenAIError for an invalid body and while the server drains, without submitting a request. If the engine
         refuses a request, the methods of the answer raise OpenAIError.
@@ -104,9 +108,9 @@ class OpenAIService:
         try:
             is_long = len(body) > LONG_BODY or body.count(b",") > MANY_VALUES
             if is_long:                      # keep the event loop free
-                parsed, prompts = await asyncio.to_thread(self._read, body, is_chat, with_pauses)
+                parsed, prompts = await asyncio.to_thread(self._read, body, is_chat, read, with_pauses)
             else:
-                parsed, prompts = self._read(body, is_chat)
+                parsed, prompts = self._read(body, is_chat, read)
             grammar = None
             if parsed.response_format is not None or parsed.tools is not None:
                 grammar = await asyncio.to_thread(self._held_calls.compiled, parsed)
@@ -154,13 +158,13 @@ class OpenAIService:
             raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
                               "model", "model_not_found")
 
-    def _read(self, body: bytes, is_chat: bool,
+    def _read(self, body: bytes, is_chat: bool, read: Callable[[bytes], ParsedBody] | None,
               each: Callable[[list[Any]], Iterable[Any]] = iter) -> tuple[ParsedBody, list[list[int]]]:
         """Parse a body and tokenize its prompts. Takes seconds for megabytes of text.
 
         each   iterates over the prompts
         """
-        parsed = read_body(body, is_chat)
+        parsed = read_body(body, is_chat) if read is None else read(body)
         if parsed.model is not None:
             self._check_name(parsed.model)
         prompts = [self._shared(self._prompt_ids(parsed, prompt)) for prompt in each(parsed.prompts)]
@@ -278,14 +282,19 @@ class Answer:
     """The answer to one HTTP request. Call `events` once if `is_streaming`, otherwise call `whole` once.
 
     identity   id of the answer, as its JSON contains it
+    model      name of the model, likewise
+    form       what another form of the API needs
+
+    Another form calls `parts` in place of `events` and `whole`, and reads `reason`, `stopped_by` and `usage` after it.
     """
 
     def __init__(self, service: OpenAIService, parsed: ParsedBody, prompts: list[list[int]], grammar: Any,
                  arrived: float, is_large: bool) -> None:
         self.is_streaming = parsed.is_streaming
         self.identity = f"{'chatcmpl' if parsed.is_chat else 'cmpl'}-{uuid4().hex}"
+        self.model, self.form = parsed.model or service.names[0], parsed.form
         self._service, self._parsed, self._arrived, self._is_large = service, parsed, arrived, is_large
-        self._shapes = Shapes(parsed.is_chat, self.identity, int(time()), parsed.model or service.names[0],
+        self._shapes = Shapes(parsed.is_chat, self.identity, int(time()), self.model,
                               service.token_names, parsed.is_streaming and parsed.with_usage)
         self._prompt_tokens = sum(map(len, prompts))
         self._choices: list[_Choice] = []
@@ -340,7 +349,7 @@ class Answer:
             self.cancel()
         return self._shapes.whole(
             [(message_of(text) if isinstance(text, Collected) else text, log_probs, choice.reason)
-             for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self._usage(), self._timings())
+             for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self.usage(), self._timings())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; the last is `[DONE]`.
@@ -359,6 +368,29 @@ class Answer:
         finally:
             self.cancel()
         yield DONE
+
+    async def parts(self) -> AsyncIterator[list[Event]]:
+        """Yield the events of the only output, as they arrive. Raises OpenAIError."""
+        (choice,) = self._choices
+        try:
+            async for delta in choice.stream:
+                yield choice.add(delta)
+                if choice.is_over:
+                    break
+        except RequestFailed as error:
+            raise OpenAIError.of(error, is_chat=True) from None
+        finally:
+            self.cancel()
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's name of the reason for which the only output ended."""
+        return self._choices[0].reason
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the only output."""
+        return self._choices[0].text.stopped_by
 
     # ---------------------------------------------------------------- inside
 
@@ -443,14 +475,14 @@ class Answer:
             async for event in _merged([self._events_of(choice) for choice in self._choices]):
                 yield event
         if self._parsed.with_usage or self._parsed.with_timings:
-            yield self._shapes.usage(self._usage(), self._timings())
+            yield self._shapes.usage(self.usage(), self._timings())
 
     async def _events_of(self, choice: _Choice) -> AsyncIterator[bytes]:
         shapes, index, with_usage = self._shapes, choice.index, self._parsed.with_usage_in_every_chunk
         echo, has_begun = self._echoes[index // self._parsed.count], False
         async for delta in choice.stream:
             if not has_begun:
-                has_begun, used = True, self._usage() if with_usage else None
+                has_begun, used = True, self.usage() if with_usage else None
                 if self._parsed.is_chat:
                     yield shapes.role(index, used)
                 elif echo:
@@ -459,9 +491,9 @@ class Answer:
             log_probs = None
             async for part in self._log_probs(choice, delta):
                 if log_probs is not None:
-                    yield shapes.chunk(index, "", log_probs, self._usage() if with_usage else None)
+                    yield shapes.chunk(index, "", log_probs, self.usage() if with_usage else None)
                 log_probs = part
-            used = self._usage() if with_usage else None
+            used = self.usage() if with_usage else None
             if self._is_parsed:
                 if chunks := shapes.events(index, piece, log_probs, used):
                     yield chunks
@@ -510,7 +542,7 @@ class Answer:
         text = self._parsed.prompts[choice.index // self._parsed.count]
         return SpelledPositions.of(self._service.tokenizer, text) if isinstance(text, str) else None
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """Return the usage object.
 
         `cached_tokens` is the sum over all prompts, from the metrics of each prompt's first output. It is omitted until

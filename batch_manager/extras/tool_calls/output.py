@@ -87,10 +87,11 @@ class ParsedOutput:
     tokens, log_probs, top_log_probs, finish_reason   as those of GeneratedText
     reasoning_tokens   number of tokens of the reasoning
     has_calls          whether a call has begun
+    stopped_by         the stop string that ended the text; None: none did
     """
 
-    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "reasoning_tokens", "has_calls", "_stream",
-                 "_parser", "_stop", "_held", "_dropped", "_most_calls", "_num_ended", "_is_over")
+    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "reasoning_tokens", "has_calls", "stopped_by",
+                 "_stream", "_parser", "_stop", "_held", "_dropped", "_most_calls", "_num_ended", "_is_over")
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str] | StopStrings | None,
                  parser: CallParser, dropped: frozenset[int], most_calls: int | None = None) -> None:
@@ -99,6 +100,7 @@ class ParsedOutput:
         self.top_log_probs: list[dict[int, float]] = []
         self.finish_reason = FinishReason.NOT_FINISHED
         self.reasoning_tokens, self.has_calls = 0, False
+        self.stopped_by: str | None = None
         self._stream = TextStream(tokenizer, prompt_ids, (), skip_special_tokens=False)
         self._parser, self._stop, self._held = parser, stop_strings(stop), ""
         self._dropped = dropped
@@ -160,7 +162,8 @@ class ParsedOutput:
                 kept = self._stop.begun(text) if found is None else found[0]
                 self._held = text[kept:] if found is None else ""
                 passed += [Event(TEXT, text[:kept])] if kept else []
-                self._is_over = found is not None
+                if found is not None:
+                    self._is_over, self.stopped_by = True, found[1]
             else:
                 if self._held:
                     passed.append(Event(TEXT, self._held))
