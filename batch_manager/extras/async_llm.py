@@ -131,8 +131,8 @@ class AsyncLLM:
 
         To stream an answer, pass the messages to `stream`.
         """
-        tokens = await asyncio.to_thread(self._prompts.chat_ids, messages, tools, template_options)
-        (completion,) = await self.generate([tokens], **options)
+        prompt = await asyncio.to_thread(self._prompts.chat, messages, tools, template_options)
+        (completion,) = await self.generate([prompt], **options)
         return completion
 
     @property

@@ -141,13 +141,14 @@ class LLM:
 
         messages           dictionaries with `role` and `content`; see `chat_prompt` for other keys. A content may be a
                            list of parts of type text, which are joined
-        tools              JSON schemas of functions
+        tools              JSON schemas of functions. If the chat template writes calls in a known format, the answer
+                           has its calls in `tool_calls`, and neither they nor reasoning are part of its text
         template_options   variables of the template, such as enable_thinking
 
         Raises ConfigError if there is no template, InvalidRequestError if the template rejects the messages or leaves
         out the tools, and the exceptions of `generate`.
         """
-        return self.generate([self._prompts.chat_ids(messages, tools, template_options)], **options)[0]
+        return self.generate([self._prompts.chat(messages, tools, template_options)], **options)[0]
 
     @property
     def info(self) -> EngineInfo:

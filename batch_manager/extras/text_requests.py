@@ -18,6 +18,9 @@ from .sampling import Sampling, in_names_of_options
 from .template_messages import PartError, text_of_parts
 from .text import TextStream
 from .tokenizer import LONG_TEXT, encode, load_tokenizer
+from .tool_calls.model_formats import ModelFormats
+from .tool_calls.output import Collected, ParsedOutput, ToolCall
+from .tool_calls.parser import TEXT, Event
 
 LONG_LIST = 1024    # token ids; takes a few milliseconds to prepare
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -51,6 +54,9 @@ class Completion:
     prompt_tokens   number of prompt tokens
     cached_tokens   number of prompt tokens found in the KV cache; None: unknown, because the output ended with a stop
                     string, a cancellation or an error
+    tool_calls      calls of tools, in a chat with tools whose template writes calls in a known format. They are not
+                    part of the text
+    reasoning       reasoning in such a chat, which is not part of the text either
     """
 
     text: str = ""
@@ -62,6 +68,25 @@ class Completion:
     timings: Timings | None = None
     prompt_tokens: int = 0
     cached_tokens: int | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPrompt:
+    """The prompt of a chat with tools.
+
+    ids     its tokens
+    text    its text
+    tools   name of each tool -> JSON schema of its arguments
+    """
+
+    ids: list[int]
+    text: str
+    tools: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 class Prompts:
@@ -78,6 +103,7 @@ class Prompts:
         self.source = model if tokenizer is None or not is_folder else tokenizer
         self.tokenizer = load_tokenizer(self.source) if is_folder else tokenizer
         TextStream(self.tokenizer)             # raises ConfigError if it is not a tokenizer
+        self._formats = ModelFormats(self.source, self.tokenizer)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt. Raises InvalidRequestError for an invalid prompt."""
@@ -104,11 +130,25 @@ class Prompts:
 
         Raises the errors of `chat_prompt`, also for no message and for a part that cannot be joined.
         """
+        return self._chat(messages, tools, template_options)[0]
+
+    def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+             template_options: dict[str, Any] | None = None) -> "list[int] | ToolPrompt":
+        """Return the prompt of a conversation. Raises the errors of `chat_ids`."""
+        ids, text = self._chat(messages, tools, template_options)
+        if not tools or self._formats.calls is None:
+            return ids
+        functions = [tool.get("function", tool) for tool in tools]
+        return ToolPrompt(ids, text, {each["name"]: each.get("parameters") for each in functions
+                                      if isinstance(each, Mapping) and isinstance(each.get("name"), str)})
+
+    def _chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
+              template_options: dict[str, Any] | None) -> tuple[list[int], str]:
         if isinstance(messages, list) and not messages:
             raise InvalidRequestError("messages is empty", "expected at least one message",
                                       'pass [{"role": "user", "content": "..."}]')
         prompt = chat_prompt(self.source, _with_texts(messages), tools, **(template_options or {}))
-        return encode(self.tokenizer, prompt, add_special_tokens=False)
+        return encode(self.tokenizer, prompt, add_special_tokens=False), prompt
 
     def warm_up(self) -> None:
         """Compile the chat template, if there is one."""
@@ -124,16 +164,18 @@ class Prompts:
             return len(prompt) > LONG_LIST or sum(len(str(message)) for message in prompt) > LONG_TEXT
         return hasattr(prompt, "__len__") and len(prompt) > LONG_LIST
 
-    def request(self, prompt: Prompt, sampling: Sampling, info: EngineInfo,
-                completion: Completion) -> tuple[dict[str, Any], GeneratedText]:
+    def request(self, prompt: "Prompt | ToolPrompt", sampling: Sampling, info: EngineInfo,
+                completion: Completion) -> tuple[dict[str, Any], GeneratedText | ParsedOutput]:
         """Return the tensors of a request, and the object that collects its output.
 
         Sets `prompt_tokens` of the completion. Raises InvalidRequestError for an invalid prompt or option.
         """
         sampling.check()
-        prompt_ids = self.ids(prompt)
+        prompt_ids = prompt.ids if isinstance(prompt, ToolPrompt) else self.ids(prompt)
         completion.prompt_tokens = len(prompt_ids)
         tensors = {**sampling.tensors(prompt_ids, info), "return_perf_metrics": True}
+        if isinstance(prompt, ToolPrompt):
+            return tensors, self._formats.output(prompt.text, prompt_ids, sampling.stop, prompt.tools)
         return tensors, GeneratedText(self.tokenizer, prompt_ids, sampling.stop)
 
 
@@ -143,10 +185,11 @@ class Output:
     failure   exception that the iterator over the output raises once; None: the request did not fail
     """
 
-    def __init__(self, text: GeneratedText, completion: Completion) -> None:
+    def __init__(self, text: GeneratedText | ParsedOutput, completion: Completion) -> None:
         self.completion, self.is_over = completion, False
         self.failure: RequestFailed | None = None
         self._text = text
+        self._parsed = Collected() if isinstance(text, ParsedOutput) else None
         self._submitted_at = monotonic()
         self._first_token: float | None = None
 
@@ -156,7 +199,7 @@ class Output:
             self._first_token = monotonic()
         if delta.metrics is not None:
             self.completion.cached_tokens = delta.metrics.cached_tokens
-        piece = self._text.add(delta)
+        piece = self._shown(self._text.add(delta))
         self.completion.text += piece
         if self._text.finish_reason is not FinishReason.NOT_FINISHED:
             self._fill_in(self._text.finish_reason)
@@ -172,13 +215,23 @@ class Output:
         """End an output that gets no further delta, and return the text that was held back."""
         if self.is_over:
             return ""
-        piece = self._text.rest()
+        piece = self._shown(self._text.rest())
         self.completion.text += piece
         self._fill_in(reason)
         return piece
 
+    def _shown(self, piece: str | list[Event]) -> str:
+        """Return the visible text of a piece of output, and keep its calls and reasoning."""
+        if self._parsed is None or isinstance(piece, str):
+            return piece
+        self._parsed.add(piece)
+        return "".join(event.text for event in piece if event.kind == TEXT)
+
     def _fill_in(self, reason: FinishReason) -> None:
         self.is_over = True
+        if self._parsed is not None:
+            self._parsed.finish()
+            self.completion.tool_calls, self.completion.reasoning = self._parsed.calls, self._parsed.reasoning
         completion, text, since = self.completion, self._text, self._submitted_at
         completion.tokens, completion.finish_reason = text.tokens, reason
         completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs

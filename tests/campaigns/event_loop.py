@@ -37,7 +37,8 @@ from tests.campaigns.registry import Options, Summary  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TEMPLATE = ("{% for t in tools or [] %}<tool_call>{{ t.function.name }}</tool_call>{% endfor %}"
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
 CONTEXT = 16_384
 POOL = 2 * CONTEXT     # tokens
 ABOVE = ("too large", "too many values", "too many values by far")    # the bodies beyond the limits of the server
@@ -185,7 +186,14 @@ def bodies(largest: int) -> dict[str, tuple[str, bytes]]:
                           + b"}]}"),
         "chat_template_kwargs": filled('{"max_tokens":1,' + ask + ',"chat_template_kwargs":{', lambda n: f'"{n}":{{}}',
                                        "}}", largest),
-        "tools": filled("{" + ask + ',"tools":[', lambda n: call, "]}", largest),
+        "tools": filled('{"max_tokens":8,' + ask + ',"tools":[',
+                        lambda n: f'{{"type":"function","function":{{"name":"f{n}"}}}}', "]}", largest, 1024),
+        "tools: a large schema": filled(
+            '{"max_tokens":8,"tool_choice":"required",' + ask + ',"tools":[{"type":"function","function":{"name":"f",'
+            '"parameters":{"type":"object","properties":{', lambda n: f'"a{n}":{{"type":"string"}}', "}}}}]}", largest),
+        "tools: streamed calls": of(messages=[{"role": "user", "content": "Who?"}], max_tokens=3000, stream=True, n=8,
+                                    tool_choice="required", tools=[{"type": "function", "function": {
+                                        "name": "n" * 200, "parameters": {"type": "object"}}}]),
         "tool_calls": filled('{"max_tokens":1,"messages":[{"role":"assistant","content":"","tool_calls":[',
                              lambda n: call, ']},{"role":"user","content":"Who?"}]}', largest),
         "response_format: object": of(messages=[{"role": "user", "content": "Who?"}], max_tokens=8,

@@ -2,6 +2,7 @@
 
     python tests/campaigns/tool_calls.py --cuttings 10000     # of each format: the events of the whole text
     python tests/campaigns/tool_calls.py --templates          # trl's chat templates (pip install --no-deps trl)
+    python tests/campaigns/tool_calls.py --schemas 2000       # forced calls at temperature 1.5, checked by jsonschema
     python tests/campaigns/tool_calls.py --time               # microseconds of CPU time per token
 
 The exit status is 1 if anything differed. Results are recorded in tests/CAMPAIGNS.md.
@@ -97,6 +98,18 @@ def templates() -> int:
     return wrong
 
 
+def schemas(count: int, first_seed: int) -> int:
+    from tests.extras import forced_calls
+
+    with tempfile.TemporaryDirectory() as folder:
+        counts, wrong = forced_calls.run(folder, range(first_seed, first_seed + count))
+    for each in wrong:
+        print(each)
+    print(f"{count:,} schemas: {', '.join(f'{number:,} {what}' for what, number in sorted(counts.items()))}; "
+          f"{len(wrong)} wrong")
+    return len(wrong)
+
+
 def cost() -> None:
     """Print the microseconds of CPU time per token of 4 characters: the least of seven runs."""
     plain = "We walked to the village, then home again, and so on. " * 400
@@ -125,6 +138,7 @@ def main() -> int:
     parser.add_argument("--cuttings", type=int, help="of each format")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--templates", action="store_true")
+    parser.add_argument("--schemas", type=int, help="number of seeds; the formats take turns")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
     wrong = 0
@@ -132,6 +146,8 @@ def main() -> int:
         wrong += cuttings(options.cuttings, options.first_seed)
     if options.templates:
         wrong += templates()
+    if options.schemas:
+        wrong += schemas(options.schemas, options.first_seed)
     if options.time:
         cost()
     return bool(wrong)

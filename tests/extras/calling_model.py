@@ -62,15 +62,20 @@ class Caller:
         return output[len(history) - at] if len(history) - at < len(output) else END
 
 
+def backend_of(caller, max_seq_len=100_000):
+    """Return the scripted backend of a Caller, with an end id."""
+    backend = ScriptedBackend(vocab_size=caller.tokenizer.get_vocab_size(), max_seq_len=max_seq_len,
+                              num_blocks=max_seq_len // 5, verify=False, script=caller)
+    backend.info = dataclasses.replace(backend.info, end_ids=(END,))
+    return backend
+
+
 def run(test, says, folder, **options):
     """Run test(service, caller) on a new event loop. `options` are those of OpenAIService."""
     async def inside():
         caller = Caller(folder, says if callable(says) else lambda prompt: says)
-        size = caller.tokenizer.get_vocab_size()
-        backend = ScriptedBackend(vocab_size=size, max_seq_len=100_000, num_blocks=20_000, verify=False, script=caller)
-        backend.info = dataclasses.replace(backend.info, end_ids=(END,))
         params = TrtGptModelOptionalParams(max_batch_size=8, max_queued_requests=16)
-        async with await AsyncEngine.start(parts=Parts(backend=backend), optional_params=params,
+        async with await AsyncEngine.start(parts=Parts(backend=backend_of(caller)), optional_params=params,
                                            takes_all=True) as engine:
             await asyncio.wait_for(test(OpenAIService(engine, folder, ["caller"], **options), caller), 120)
     asyncio.run(inside())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 import sys
@@ -17,8 +16,7 @@ from batch_manager import Parts, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine
 from batch_manager.extras.openai import OpenAIService
 from batch_manager.extras.openai.application import ROUTES
-from batch_manager.testing.scripted_backend import ScriptedBackend
-from tests.extras.calling_model import END, Caller, folder_of
+from tests.extras.calling_model import Caller, backend_of, folder_of
 
 
 def example(schema, root=None):
@@ -52,10 +50,7 @@ def serving(folder, script=says):
     """Run the server in a thread. Yields its address."""
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        caller = Caller(folder, script)
-        backend = ScriptedBackend(vocab_size=caller.tokenizer.get_vocab_size(), max_seq_len=8000, num_blocks=8000,
-                                  verify=False, script=caller)
-        backend.info = dataclasses.replace(backend.info, end_ids=(END,))
+        backend = backend_of(Caller(folder, script), max_seq_len=8000)
         params = TrtGptModelOptionalParams(max_batch_size=8, max_queued_requests=64)
         async with await AsyncEngine.start(parts=Parts(backend=backend), optional_params=params,
                                            takes_all=True) as engine:

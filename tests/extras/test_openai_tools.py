@@ -270,3 +270,12 @@ def test_a_call_can_be_cancelled_in_its_middle(folder):
         raise AssertionError("the request is still alive")
 
     run(test, call(city="word " * 3000), folder)
+
+
+def test_forced_calls_of_random_schemas_are_valid(tmp_path):
+    """At temperature 1.5, in each format. More: `python tests/campaigns/tool_calls.py --schemas 2000`."""
+    pytest.importorskip("jsonschema")
+    from tests.extras import forced_calls
+
+    counts, wrong = forced_calls.run(tmp_path, range(28))
+    assert not wrong and counts["valid calls"] > 5

@@ -141,7 +141,8 @@ class CallGrammar:
         schema = resolved(schema, root)
         kinds, end = types_of(schema), self._parts(written.raw)
         if kinds and "string" not in kinds:
-            return rules.json(_with_definitions(schema, root)) + " " + self._literal(written.raw)
+            after = "" if written.quote else self._literal(written.raw)
+            return f"{rules.json(_with_definitions(schema, root))} {after}"
         if is_plain(schema, root):
             return f"{self._literal(written.quote)} {rules.text_up_to(end)}"
         if isinstance(schema, Mapping) and kinds == {"string"}:

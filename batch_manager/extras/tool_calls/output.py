@@ -140,6 +140,7 @@ class ParsedOutput:
 
     def rest(self) -> list[Event]:
         """Return the last events of an output that gets no further delta."""
+        self._most_calls = None                  # the end of a call that is cut off ends nothing else
         events = self._up_to_a_stop([*self._parser.push(self._stream.finish()), *self._parser.finish()])
         if self._held and not self._is_over:
             events.append(Event(TEXT, self._held))

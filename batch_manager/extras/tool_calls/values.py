@@ -11,19 +11,18 @@ MOST_ESCAPED = 10    # characters of an escape sequence of Python, such as \U000
 class Dialect(NamedTuple):
     """How values are written.
 
-    quotes      opening mark of a string -> closing mark
-    escapes     whether a backslash begins an escape sequence in strings
+    quotes      opening mark of a string -> closing mark. In strings between `"` or `'`, a backslash begins an escape
+                sequence
     is_json     whether everything passes unchanged
     """
 
     quotes: dict[str, str]
-    escapes: bool = True
     is_json: bool = False
 
 
 JSON = Dialect({'"': '"'}, is_json=True)
 PYTHON = Dialect({'"': '"', "'": "'"})
-GEMMA = Dialect({'<|"|>': '<|"|>', "<escape>": "<escape>", '"': '"'}, escapes=False)
+GEMMA = Dialect({'<|"|>': '<|"|>', "<escape>": "<escape>", '"': '"'})
 
 _QUOTED = json.encoder.encode_basestring    # as json.dumps without ensure_ascii
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -55,7 +54,7 @@ class ValueReader:
         self._word, self._is_key = "", opening != "["
         self.is_done = self.is_broken = False
         self._opens = tuple(dialect.quotes)
-        self._within, self._ends = _patterns(tuple(dialect.quotes.values()), dialect.escapes)
+        self._within, self._ends = _patterns(tuple(dialect.quotes.values()))
 
     def feed(self, text: str, pos: int, out: list[str]) -> int:
         """Read `text` from `pos` on, append JSON to `out`, and return the position after what was read."""
@@ -181,11 +180,10 @@ class ValueReader:
 
 
 @lru_cache(maxsize=8)
-def _patterns(ends: tuple[str, ...], escapes: bool) -> tuple[dict[str, re.Pattern[str]], re.Pattern[str]]:
+def _patterns(ends: tuple[str, ...]) -> tuple[dict[str, re.Pattern[str]], re.Pattern[str]]:
     """Return closing mark -> pattern of what ends or interrupts a string, and the pattern of its first characters."""
-    more = ["\\\\"] if escapes else []
-    return ({end: re.compile("|".join([re.escape(end), *more])) for end in ends},
-            re.compile("|".join([*(re.escape(end[0]) for end in ends), *more])))
+    within = {end: re.compile("|".join([re.escape(end), *([r"\\"] if len(end) == 1 else [])])) for end in ends}
+    return within, re.compile("|".join([*(re.escape(end[0]) for end in ends), r"\\"]))
 
 
 def _number_of(word: str) -> str | None:

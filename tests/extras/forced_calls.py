@@ -1,0 +1,106 @@
+"""Random schemas of tools, and the check that calls that the OpenAI service forces are valid for them."""
+
+import asyncio
+import json
+import random
+import shutil
+from collections import Counter
+
+import jsonschema
+
+from batch_manager import TrtGptModelOptionalParams
+from batch_manager.aio import AsyncEngine
+from batch_manager.extras.openai import OpenAIError, OpenAIService
+from batch_manager.extras.tool_calls import FORMATS
+from tests.extras.calling_model import MODEL, folder_of
+
+AT_ONCE = 16
+KEYS = ("city", "days", "unit", "x_1", "deep", "flag")
+
+
+def schema(draw: random.Random, depth: int = 2) -> dict:
+    kind = draw.choice(["string", "string", "integer", "number", "boolean", "enum", "const", "union",
+                        *(["array", "object"] if depth else [])])
+    if kind == "string":
+        return draw.choice([{"type": "string"}, {"type": "string", "maxLength": draw.randrange(1, 9)},
+                            {"type": "string", "minLength": 1, "maxLength": 6},
+                            {"type": "string", "pattern": "^[a-c]{1,4}$"}, {"type": "string", "format": "date"}])
+    if kind in ("integer", "number"):
+        return draw.choice([{"type": kind}, {"type": kind, "minimum": -5, "maximum": 40},
+                            {"type": kind, "exclusiveMinimum": 0, "maximum": 7}])
+    if kind == "enum":
+        return {"enum": draw.choice([["a", "b c"], [1, 2], ["x", None, 3], [True], ["😀", 'say "hi"']])}
+    if kind == "const":
+        return {"const": draw.choice(["only", 5, None, "a\nb"])}
+    if kind == "union":
+        return draw.choice([{"type": ["string", "null"]}, {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                            {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "boolean"}]}])
+    if kind == "array":
+        return {"type": "array", "items": schema(draw, depth - 1), "minItems": draw.randrange(2), "maxItems": 3}
+    if kind == "object":
+        return tool_schema(draw, depth - 1)
+    return {"type": kind}
+
+
+def tool_schema(draw: random.Random, depth: int = 2) -> dict:
+    names = draw.sample(KEYS, draw.randrange(4))
+    return {"type": "object", "properties": {name: schema(draw, depth) for name in names},
+            "required": [name for name in names if draw.random() < 0.7], "additionalProperties": False}
+
+
+async def checked(service: OpenAIService, seed: int, counts: Counter) -> str | None:
+    """Force a call at temperature 1.5. Return what is wrong."""
+    draw = random.Random(seed)
+    schemas = {name: tool_schema(draw) for name in ("f", "get_weather")[: draw.randrange(1, 3)]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": each, "strict": draw.random() < 0.5}}
+             for name, each in schemas.items()]
+    choice = draw.choice(["required", {"type": "function", "function": {"name": "f"}}])
+    body = {"messages": [{"role": "user", "content": "Emma smiled"}], "tools": tools, "tool_choice": choice,
+            "temperature": 1.5, "max_tokens": 200, "seed": seed, "parallel_tool_calls": draw.random() < 0.3}
+    try:
+        answer = await service.accept(json.dumps(body).encode(), True)
+        (output,) = json.loads(await answer.whole())["choices"]
+    except OpenAIError as error:
+        counts["refused"] += 1
+        return None if error.status == 400 and error.param == "tools" else f"seed {seed}: {error.message}"
+    reason, calls = output["finish_reason"], output["message"].get("tool_calls", [])
+    counts[reason] += 1
+    if reason != "length" and not (reason == "tool_calls" and calls):
+        return f"seed {seed}: {output}"
+    for number, call in enumerate(calls):
+        name, text = call["function"]["name"], call["function"]["arguments"]
+        if reason == "length" and number == len(calls) - 1:
+            counts["cut off"] += 1
+            continue
+        try:
+            assert choice == "required" or name == "f", name
+            jsonschema.validate(json.loads(text), schemas[name])
+            counts["valid calls"] += 1
+        except Exception as error:
+            return f"seed {seed}: {name}({text}): {str(error)[:200]}; {json.dumps(schemas)}"
+    return None
+
+
+def run(folder, seeds: range, formats: list[str] | None = None) -> tuple[Counter, list[str]]:
+    """Check the seeds, with the formats in turn. Return the counts and what is wrong."""
+    names = formats or list(FORMATS)
+    counts, wrong = Counter(), []
+    model = folder_of(folder)
+    shutil.copy(MODEL / "model.safetensors", model)
+
+    async def main() -> None:
+        params = TrtGptModelOptionalParams(max_batch_size=AT_ONCE, max_queued_requests=4 * AT_ONCE)
+        async with await AsyncEngine.start(model, optional_params=params, takes_all=True) as engine:
+            services = [OpenAIService(engine, model, ["m"], tool_call_parser=name, reasoning_parser="none")
+                        for name in names]
+            for service in services[1:]:
+                service._guided = services[0]._guided_decoding()      # the same tokenizer
+            waiting = iter(seeds)
+
+            async def work() -> None:
+                for seed in waiting:
+                    found = await checked(services[seed % len(services)], seed, counts)
+                    wrong.extend([f"{names[seed % len(services)]}, {found}"] if found else [])
+            await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    asyncio.run(main())
+    return counts, wrong
