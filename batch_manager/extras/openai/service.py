@@ -158,7 +158,7 @@ class OpenAIService:
             raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
                               "model", "model_not_found")
 
-    def _read(self, body: bytes, is_chat: bool, read: Callable[[bytes], ParsedBody] | None,
+    def _read(self, body: bytes, is_chat: bool, read: Callable[[bytes], ParsedBody] | None = None,
               each: Callable[[list[Any]], Iterable[Any]] = iter) -> tuple[ParsedBody, list[list[int]]]:
         """Parse a body and tokenize its prompts. Takes seconds for megabytes of text.
 
