@@ -219,7 +219,7 @@ class Recording:
             return [getattr(one, name) for one in own] + [0] * (PROJECTIONS_AT_ONCE - len(own))
 
         inputs, empty = -(-rows.width // INPUTS_ALIGNED) * INPUTS_ALIGNED, [0] * 3
-        self.add(SHRINK, [rows], [*empty, inputs, len(own), *column("index"), *column("a")])
+        self.add(SHRINK, [rows], [*empty, inputs, len(own), *column("index"), *column("a"), *column("b")])
         self.add(EXPAND_ADD, [result], [*empty, inputs, len(own), *column("index"), *column("b"),
                                         *column("first_output"), *column("out_size")])
 

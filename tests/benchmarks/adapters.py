@@ -86,7 +86,7 @@ def make_content(backend: NativeBackend, modules: Sequence[str], rank: int, seed
         for layer, (inputs, outputs) in enumerate(backend.info.adapter_modules.sizes[module]):
             parts.append(AdapterPart(module, layer, draw.normal(size=(rank, inputs)).astype(np.float32) / inputs**0.5,
                                      draw.normal(size=(outputs, rank)).astype(np.float32) / 100))
-    return AdapterContent(b"", "float32", tuple(parts), sum(part.a.nbytes + part.b.nbytes for part in parts))
+    return AdapterContent(b"", "float32", tuple(parts), sum(part.a.nbytes + part.b.nbytes for part in parts), rank)
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:

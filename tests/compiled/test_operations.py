@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from batch_manager.adapter_values import AdapterContent, AdapterPart
+from batch_manager.adapter_values import AdapterPart
 from batch_manager.attention.interface import PackedStep
 from batch_manager.decoding.slots import ADAPTER, SlotState
 from batch_manager.handover import AdapterLoad
@@ -20,6 +20,7 @@ from batch_manager.runtime.forms.compiled.forward import CompiledForward
 from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
 from batch_manager.runtime.packing import ModelCall
 from batch_manager.weights.source import DummyWeights
+from tests.harness.adapters import content_of
 
 pytestmark = pytest.mark.usefixtures("machine")
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -192,7 +193,7 @@ def test_adapters_of_a_layer(dtype, adds):
         factors.append([(torch.randn(rank, INPUTS) / 25, torch.randn(size, rank)) for rank, size in zip(ranks, SIZES)])
         parts = tuple(AdapterPart(f"attn_{name}", 0, a.numpy(), b.numpy())
                       for name, (a, b) in zip("qkv", factors[-1]) if len(a))
-        pool.load(AdapterLoad(0, pages, AdapterContent(b"", "float32", parts, 0)))
+        pool.load(AdapterLoad(0, pages, content_of(parts)))
         for slot, adapter in enumerate(ADAPTERS):
             if adapter == len(factors) - 1:
                 slots.adapters[slot], slots.features[slot] = pages, ADAPTER

@@ -1,12 +1,11 @@
 """Random LoRA adapters: of transformers models by peft, and their content as the package takes it."""
 
 import copy
-import re
 from random import Random
 
 import numpy as np
 
-from batch_manager.adapter_values import AdapterContent, AdapterPart, locate_projection
+from batch_manager.adapter_values import MODULE_NAMES, AdapterContent, AdapterPart, locate_projection
 
 RANKS = (1, 2, 3, 5, 8, 16, 33, 64)
 
@@ -38,7 +37,7 @@ def with_adapter(model, seed, *, share=0.6, ranks=RANKS, chosen=None):
         chosen = [name for name in names if draw.random() < share] or names[:1]
     own = {name: draw.choice(ranks) for name in chosen}
     with_peft = get_peft_model(copy.deepcopy(model), LoraConfig(
-        r=1, target_modules=list(own), rank_pattern={re.escape(name): rank for name, rank in own.items()},
+        r=1, target_modules=list(own), rank_pattern=own,
         lora_alpha=draw.choice([2, 8]), use_rslora=draw.random() < 0.3, init_lora_weights=False,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()))).eval()
     generator, parts = torch.Generator().manual_seed(seed), []
@@ -67,3 +66,13 @@ def random_content(modules, seed=0, rank=2):
                                   draw.normal(size=(size[1], rank)).astype(np.float32) / rank ** 0.5)
                       for name, layers in modules.sizes.items() for layer, size in enumerate(layers)
                       if size is not None and not (name == "attn_qkv" and "attn_q" in modules.sizes))
+
+
+def tensors_of(parts):
+    """Return the tensors of a request for parts in float32."""
+    rows = [np.concatenate([part.a.ravel(), part.b.ravel()]) for part in parts]
+    weights = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    for stored, row in zip(weights, rows):
+        stored[: len(row)] = row
+    config = [[MODULE_NAMES.index(part.module), part.layer, part.size] for part in parts]
+    return {"lora_weights": weights, "lora_config": np.array(config, np.int32)}

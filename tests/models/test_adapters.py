@@ -1,9 +1,13 @@
 """In every model family, packed steps with adapters in device pages give the logits of peft on transformers."""
 
+import json
+from random import Random
+
 import numpy as np
 import pytest
 import torch
 
+from batch_manager import KvCacheConfig, PeftCacheConfig, SchedulerPolicy
 from batch_manager.adapter_values import AdapterPart
 from batch_manager.decoding.slots import ADAPTER, SlotState
 from batch_manager.handover import AdapterLoad
@@ -11,13 +15,14 @@ from batch_manager.models import load_model
 from batch_manager.runtime.adapters.pool import LoraPool
 from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
-from tests.harness.adapters import RANKS, content_of, projections_of, with_adapter
+from tests.harness.adapters import RANKS, content_of, parts_of, projections_of, tensors_of, with_adapter
 
 from .conftest import Driver, expected_logits, random_prompts
 from .test_ranks import CASES, HEADS, MORE, Threads
 from .test_same_logits_as_transformers import FAMILIES
 
 pytest.importorskip("peft")
+CACHE = {"peft_cache_config": PeftCacheConfig(num_device_module_layer=20_000)}
 PROMPTS = random_prompts([1, 17, 9, 12])
 
 
@@ -148,3 +153,83 @@ def test_ranks_have_their_part_of_an_adapter(case, reference):
             lambda split: WithAdapters(folder, contents, split=split).generate(PROMPTS[:3], 2)):
         assert own_sequences == sequences
         assert (own_logits - logits).abs().max() < 1e-4 * max(1, logits.abs().max() / 10)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gpt2", "phi 3, longrope", "falcon, new, slopes, groups of key heads",
+                                  "granite"])
+def test_a_folder_of_peft_through_a_manager(case, reference, make_manager, new_client, new_request, tmp_path):
+    """Greedy tokens and logits of a request with the adapter and of one without, which share their steps."""
+    family, options = FAMILIES[case]
+    model, folder = reference(family, **options)
+    with_peft, _ = with_adapter(model, 3)
+    with_peft.save_pretrained(tmp_path)
+    client = new_client()
+    manager = make_manager(client, model_path=folder, num_threads=1, max_num_tokens=24, enable_chunked_context=True,
+                           kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=20 * 16), **CACHE)
+    info = manager.load_adapter(2**64 - 1, tmp_path)
+    assert info.adapter_size in RANKS
+    client.pending = [new_request(number, PROMPTS[1], 6, return_context_logits=True, **ids)
+                      for number, ids in enumerate([{}, {"lora_task_id": -1}, {}])]
+    client.wait_for_finals(0, 1, 2)
+    for number, expected in enumerate([model, with_peft, model]):
+        final = client.final(number)
+        tokens, logits = final.tokens(), torch.as_tensor(final.tensors["context_logits"]).float()
+        with torch.inference_mode():
+            computed = expected(torch.tensor([tokens])).logits[0]
+        assert tokens[len(PROMPTS[1]):] == computed[len(PROMPTS[1]) - 1 : -1].argmax(-1).tolist()
+        difference = (logits.view(-1, 97) - computed[: len(PROMPTS[1])]).abs().max()
+        assert difference < 1e-4 * max(1, computed.abs().max() / 10)
+    assert client.final(1).tokens() != client.final(0).tokens()
+    last = json.loads(client.stats[-1])
+    assert last["LoRA Loads"] == 1 and last["Packed Steps" if "Compiled Steps" not in last else "Compiled Steps"]
+
+
+@pytest.mark.parametrize("options", [
+    {"policy": SchedulerPolicy.MAX_UTILIZATION, "max_num_tokens": 16, "enable_chunked_context": True},
+    {"policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "enable_trt_overlap": True},
+    {"policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "cpu_compile": False, "max_num_tokens": 16,
+     "enable_chunked_context": True},
+    {"policy": SchedulerPolicy.MAX_UTILIZATION, "deterministic": True}], ids=["pauses", "overlap", "layers", "bits"])
+def test_requests_of_forty_adapters_in_caches_for_five_are_as_alone(options, reference, make_manager, new_client,
+                                                                    new_request):
+    """With block reuse: prompts of several adapters begin alike, and a block of another content is not found."""
+    model, folder = reference("Qwen2")
+    draw = Random(1)
+    ranks = {task: draw.randint(1, 4) for task in range(1, 41)}
+    tensors = {task: tensors_of(with_adapter_of_size(model, task, rank)) for task, rank in ranks.items()}
+    trunk = random_prompts([40])[0]
+    count = 20 if "deterministic" in options else 60
+    asks = [(number, trunk[: draw.choice([3, 18, 33, 40])] + [number % 97],
+             draw.choice([0, *ranks]) if number > 40 else number) for number in range(count)]
+
+    def run(**more):
+        client = new_client()
+        client.pending = [new_request(number, prompt, 12, **({} if not task else {"lora_task_id": task}),
+                                      **tensors.get(task, {})) for number, prompt, task in asks]
+        manager = make_manager(client, model_path=folder, num_threads=1, peft_cache_config=PeftCacheConfig(
+            max_adapter_size=4, num_device_module_layer=20 * 21), **more)
+        client.wait_for_finals(*range(len(asks)))
+        assert manager.shutdown()
+        finals = [client.final(number) for number in range(len(asks))]
+        assert not any(final.error for final in finals)
+        return [final.tokens() for final in finals], [json.loads(record) for record in client.stats]
+
+    pauses = options["policy"] is SchedulerPolicy.MAX_UTILIZATION
+    kv = KvCacheConfig(tokens_per_block=16, max_tokens=(10 if pauses else 16) * 16, enable_block_reuse=True)
+    found, records = run(kv_cache_config=kv, **options)
+    alone, _ = run(max_batch_size=1, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=160),
+                   **{name: options[name] for name in ("deterministic",) if name in options})
+    assert found == alone and len({tuple(tokens[-8:]) for tokens in alone}) > len(asks) / 2
+    assert records[-1]["LoRA Evictions"] > 5 and records[-1]["LoRA Device Pages"] == 20
+    assert max(record["Active Request Count"] for record in records) > 2
+    assert pauses == any(record["Paused Requests"] for record in records)
+
+
+def with_adapter_of_size(model, seed, rank):
+    """Return the parts of a random adapter of all projections, of one rank."""
+    draw = np.random.default_rng(seed)
+    return [AdapterPart(part.module, part.layer, draw.normal(size=(rank, part.a.shape[1])).astype(np.float32) / 8,
+                        draw.normal(size=(len(part.b), rank)).astype(np.float32) / 4)
+            for name in projections_of(model)
+            for part in parts_of(name, np.empty((1, model.get_submodule(name).weight.shape[1]), np.float32),
+                                 np.empty((model.get_submodule(name).weight.shape[0], 1), np.float32))]

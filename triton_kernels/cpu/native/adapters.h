@@ -86,9 +86,11 @@ INLINE void shrink_some(const char *x, int64_t stride, const char *const rank[RA
 }
 
 /* to[row][rank] = A x for the ranks first .. end - 1 of the rows of a tile. x is row 0 of the step. `to` has room for
-   whole groups of RANKS_AT_ONCE ranks. */
+   whole groups of RANKS_AT_ONCE ranks. at_b: the entry of B, which is read next, and whose beginning is prefetched. */
 INLINE void shrink(const Adapters *a, const AdapterTile *t, const char *x, int64_t stride, int64_t at, int64_t inputs,
-                   int64_t first, int64_t end, float *to, int64_t to_stride, int type) {
+                   int64_t first, int64_t end, float *to, int64_t to_stride, int64_t at_b, int type) {
+    for (int64_t j = first; j < end; j++)
+        for (int line = 0; line < AHEAD_OF_B; line += LINE_BYTES) prefetch_soon(rank_at(a, t, j, at_b, type) + line);
     for (int64_t j = first; j < end; j += RANKS_AT_ONCE) {
         const char *rank[RANKS_AT_ONCE], *next[RANKS_AT_ONCE];
         for (int i = 0; i < RANKS_AT_ONCE; i++) {

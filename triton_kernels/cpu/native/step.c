@@ -274,7 +274,7 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
 
 static void run_adapters(const Job *job, const Operation *o, int64_t piece, int type) {
     /* SHRINK: from[1..3]; EXPAND_ADD: to[1..3]; inputs 7, number of projections 8, their indices 9..11, entries of A or
-       B in a page 12..14, first outputs 15..17, outputs 18..20 */
+       B in a page 12..14; SHRINK: entries of B 15..17; EXPAND_ADD: first outputs 15..17, outputs 18..20 */
     const Adapters *a = job->step->adapters;
     const int64_t *n = o->number;
     int64_t each = pieces_per_tile(a, o), rest = piece % each, i = 0;
@@ -285,7 +285,8 @@ static void run_adapters(const Job *job, const Operation *o, int64_t piece, int 
         i = rest % n[8];
         int64_t first = rest / n[8] * RANKS_PER_PIECE, end = first + RANKS_PER_PIECE, ranks = t->ranks[n[9 + i]];
         if (end > ranks) end = ranks;
-        shrink(a, t, view.row, view.stride, n[12 + i], n[7], first, end, a->shrunk + i * a->most_ranks, stride, type);
+        shrink(a, t, view.row, view.stride, n[12 + i], n[7], first, end, a->shrunk + i * a->most_ranks, stride,
+               n[15 + i], type);
         return;
     }
     for (int64_t pieces; rest >= (pieces = (n[18 + i] + ADDED_PER_PIECE - 1) / ADDED_PER_PIECE); i++) rest -= pieces;
