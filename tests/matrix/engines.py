@@ -15,7 +15,9 @@ import numpy as np
 from batch_manager import ConfigError, ErrorCode, FinishReason, InferenceRequest, KvCacheConfig
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
+from batch_manager.requests.adapter_content import read_adapter
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.adapters import random_content, tensors_of
 from tests.harness.client import ArrivingClient
 from tests.harness.world import make_loop
 
@@ -25,6 +27,7 @@ from .world import END_OF_A_GRAMMAR, MAX_SEQ_LEN, VOCAB, Ask, World
 
 FIRST_LETTER = 60                        # the tokens of the small models from this one on are ASCII, from the space on
 MOST_ITERATIONS = 2_000
+PROJECTIONS = 14                         # of a small model: seven in each of two layers
 LOG_PROBS_WITHIN, LOGITS_WITHIN = 2e-4, 2e-3
 HOST_BLOCK_BYTES = 1 << 15               # no block of a small model is larger
 PER_TOKEN = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
@@ -136,15 +139,19 @@ class Engines:
                 vocab_size=world.vocab, max_seq_len=MAX_SEQ_LEN, num_blocks=world.num_blocks, num_slots=16,
                 tokens_per_block=world.block, window=kv.get("max_attention_window"), host_blocks=world.host_blocks,
                 sink=kv.get("sink_token_length", 0), is_asynchronous="A" in world.letters,
-                on_step=FailingRow(failing).on_step, key=world.seed)
+                on_step=FailingRow(failing).on_step, key=world.seed, adapter_pages=world.adapter_pages)
             kv["tokens_per_block"] = 8
-            return make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
-                             kv_cache_config=KvCacheConfig(**kv), **options)
+            return with_adapters(make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
+                                           kv_cache_config=KvCacheConfig(**kv), **options), world)
         kv |= {"max_tokens": world.num_blocks * world.block, "host_cache_size": world.host_blocks * HOST_BLOCK_BYTES}
         if any(ask.pattern for ask in world.asks):
             parts["logits_post_processor_batched"] = self.guided
-        return make_loop(client, model_path=self.checkpoint(world.model), parts=parts, exclude_input=True, device="cpu",
-                         dtype="float32", num_threads=1, kv_cache_config=KvCacheConfig(**kv), **options)
+        if world.adapter_pages:
+            options["peft_cache_config"] = dataclasses.replace(
+                options["peft_cache_config"], num_device_module_layer=world.adapter_pages * PROJECTIONS)
+        return with_adapters(make_loop(
+            client, model_path=self.checkpoint(world.model), parts=parts, exclude_input=True, device="cpu",
+            dtype="float32", num_threads=1, kv_cache_config=KvCacheConfig(**kv), **options), world)
 
     def together(self, world: World) -> Run:
         """Run all requests of a world in one engine. Raises ConfigError if the engine is refused."""
@@ -178,10 +185,20 @@ class Engines:
         return run
 
 
+def with_adapters(loop: Any, world: World) -> Any:
+    """Give an engine its adapters, if the world has any."""
+    if world.adapter_pages:
+        modules = loop.backend.info.adapter_modules
+        for task_id, rank in FEATURES["L"].ranks.items():
+            tensors = tensors_of(random_content(modules, task_id, rank).parts)
+            loop.preparing.store.put(task_id, loop.preparing.check(read_adapter(tensors, 1 << 30)), keep=True)
+    return loop
+
+
 def plain_world(world: World) -> World:
     """Return the world of the reference: each request alone, without the features that must not change an output."""
     plain = World.__new__(World)
-    kept = {"max_beam_width", "deterministic"}
+    kept = {"max_beam_width", "deterministic", "peft_cache_config"}
     plain.__dict__ |= world.__dict__ | {
         "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
         "most_tokens": None, "host_blocks": 0, "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2),

@@ -252,5 +252,33 @@ class Grammar(Feature):
         patch.setattr(guided_decoding, "_catch_up", behind)
 
 
+class Adapter(Feature):
+    letter, name, page = "L", "LoRA adapter", "adapters.md"
+    defines_output = True
+    ranks = {1: 1, 2: 3, 3: 2}                          # task id -> rank; the engine has the adapters from the start
+
+    def engine(self, world: "World", draw: Random) -> None:
+        from batch_manager import PeftCacheConfig
+
+        world.adapter_pages = draw.choice([3, 4, 6])
+        world.options["peft_cache_config"] = PeftCacheConfig(max_adapter_size=3)
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.tensors["lora_task_id"] = draw.choice([1, 2, 2, 3])
+
+    def proof(self, run: "Run") -> set[int]:
+        loads = run.records[-1]["LoRA Loads"]
+        return {ask.id for ask in run.world.asks if loads and "lora_task_id" in ask.tensors and run.num_tokens(ask.id)}
+
+    def plant(self, patch: Any) -> None:
+        """Every sequence gets the pages of the first request that has an adapter."""
+        from batch_manager.kv.peft_cache_manager import PeftCacheManager
+
+        set_up = PeftCacheManager.set_up
+        patch.setattr(PeftCacheManager, "set_up", lambda self, request, setup: set_up(
+            self, next(iter(self._holders), request), setup))
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
-    ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), StaticBatching())}
+    ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
+    StaticBatching())}

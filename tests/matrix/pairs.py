@@ -12,18 +12,19 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGAV"
+ORDER = "CRPWNBGALV"
 TABLE = """
-      C  R  P  W  N  B  G  A  V
-  C   =  =  =  =  =  =  =  =  r
-  R      =  =  =  -  =  =  =  -
-  P         =  =  =  =  =  =  -
-  W            =  =  =  =  =  =
-  N               =  =  =  =  =
-  B                  =  r  =  =
-  G                     =  =  =
-  A                        =  r
-  V                           =
+      C  R  P  W  N  B  G  A  L  V
+  C   =  =  =  =  =  =  =  =  =  r
+  R      =  =  =  -  =  =  =  =  -
+  P         =  =  =  =  =  =  =  -
+  W            =  =  =  =  =  =  =
+  N               =  =  =  =  =  =
+  B                  =  r  =  =  =
+  G                     =  =  =  =
+  A                        =  =  r
+  L                           =  r
+  V                              =
 """
 
 
@@ -59,6 +60,10 @@ REASONS: dict[str, Reason] = {
         "request ... has ... beams; guided decoding supports one; set beam_width to 1")),
     "BA": Reason("requests with beams run in every second step"),
     "GA": Reason("requests with a grammar run in every second step"),
+    "RL": Reason("blocks are reused among requests of adapters with the same content"),
+    "LV": Reason("a padded batch has no adapters", says=(
+        "peft_cache_config is set with TrtGptModelType.V1; a padded batch has no adapters; leave it out, or use "
+        "InflightFusedBatching")),
     "AV": Reason("V1 runs in lockstep", says=(
         "run_ahead is True; TrtGptModelType.V1 runs one static batch in lockstep; leave run_ahead out, or use "
         "InflightFusedBatching")),

@@ -66,6 +66,7 @@ class World:
     most_tokens   tokens of a step; None: no limit that matters
     is_tight      whether the pool holds little more than one request
     drawn         names of the options that were drawn, besides the features
+    adapter_pages   pages for adapters on the device; 0: the engine has no adapters
     is_exact      whether outcomes are compared bit by bit
 
     exact         set `deterministic`, with the same requests otherwise
@@ -78,7 +79,7 @@ class World:
         self.block = draw.choice([2, 4, 4, 8] if self.is_scripted else [8, 16, 16])
         self.least_tokens = 8
         self.most_tokens: int | None = None
-        self.is_tight, self.host_blocks = False, 0
+        self.is_tight, self.host_blocks, self.adapter_pages = False, 0, 0
         self.kv: dict[str, Any] = {}
         self.options: dict[str, Any] = {
             "policy": draw.choice(list(SchedulerPolicy)), "max_beam_width": draw.choice([1, 1, 3]),
