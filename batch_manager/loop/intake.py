@@ -248,9 +248,7 @@ class Intake:
         ready, refused = self.preparing.take_ready()
         for admitted in ready:
             self._enqueue(admitted)
-        for admitted, error in refused:
-            self._queued_ids.discard(admitted.request.request_id)
-            self.unprepared.append((admitted, error))
+        self.unprepared += refused    # their ids stay alive until the loop has ended them
 
     def _check_arrival(self, request_id: int, arrival_time: float) -> None:
         ahead = arrival_time - self._clock.monotonic()
@@ -304,6 +302,7 @@ class Intake:
     def take_unprepared(self) -> list[tuple[Admitted, RequestError]]:
         """Return the requests whose adapter was refused since the last call of this method, with the errors."""
         unprepared, self.unprepared = self.unprepared, []
+        self._queued_ids.difference_update(admitted.request.request_id for admitted, _ in unprepared)
         return unprepared
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:

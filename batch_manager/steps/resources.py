@@ -187,6 +187,7 @@ class Resources:
             for resource in reversed(claimed):
                 for request in first_chunks:
                     resource.release(request)
+            self.device_work.add(operations)    # a released adapter counts as loaded
             raise
         if blocks.table_updates is not NO_UPDATES:    # first chunks always have some
             width = self._kv.sequences.max_beam_width

@@ -3,6 +3,7 @@
 The tokens of the backend depend on what the adapter's pages hold.
 """
 
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from batch_manager import KvCacheConfig, PeftCacheConfig, SchedulerOutput, SchedulerPolicy, TrtGptModelType
-from batch_manager.errors import BatchManagerError, ConfigError, ManagerClosedError
+from batch_manager.errors import BatchManagerError, ConfigError, ManagerClosedError, OutOfResourceError
 from batch_manager.scheduling.capacity import STARVED_PLANS
 from batch_manager.testing.scripted_backend import ADAPTER_MODULES
 from tests.harness.scripted_adapters import adapter_tensors, content_of
@@ -357,3 +358,52 @@ def test_a_command_that_the_worker_cannot_carry_out_any_more_ends(make_manager, 
         may_go.set()
         with pytest.raises(ManagerClosedError):
             loading.result(60)
+
+
+def test_a_load_whose_step_fails_to_get_blocks_is_done_all_the_same(make_adapted, new_request):
+    """The plan with the load breaks the contract, for want of blocks; the adapter counts as loaded from then on."""
+    world = make_adapted()
+    world.client.pending = [new_request(1, [1], 3, lora_task_id=1, **adapter_tensors(1))]
+    claim = world.loop.kv.claim
+
+    def fails(*given):
+        raise OutOfResourceError("planted")
+
+    world.loop.kv.claim = fails
+    settle(world)
+    assert world.client.final(1).code == "ENGINE_FAILED" and world.backend.num_steps == 0
+    world.loop.kv.claim = claim
+    world.client.pending = [new_request(2, [1], 3, lora_task_id=1)]
+    settle(world)
+    assert generated(world, 2, [1]) == world.backend.expected([1], 3, adapter=content_of(adapter_tensors(1)))
+
+
+def pass_through(make_manager, new_client, new_request, count):
+    """Send `count` adapters, each with one request, through one manager.
+
+    Returns the numbers of objects of the interpreter after the first half and at the end, without responses.
+    """
+    client = new_client()
+    manager = make_manager(client, backend={"adapter_pages": PAGES}, peft_cache_config=PeftCacheConfig(
+        host_cache_size=20 * ONE_RANK, max_adapter_size=PAGES), max_batch_size=4)
+    objects = []
+    for first in range(0, count, 4):
+        ids = range(first, first + 4)
+        client.pending += [new_request(i, [i % 9 + 1], 2, lora_task_id=i, **adapter_tensors(i, 1 + i % 3)) for i in ids]
+        client.wait_for_finals(*ids)
+        assert not [i for i in ids if client.final(i).error]
+        for record in (client.responses, client.events, client.stats, client.asked):
+            record.clear()
+        if first + 4 in (count // 2, count):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+    adapters = manager._loop.adapters
+    assert not list(adapters.faults()) and not adapters.store.users and adapters.free_pages == PAGES
+    assert 10 * ONE_RANK < adapters.store.used_bytes <= 20 * ONE_RANK
+    assert adapters.figures()["LoRA Loads"] == count
+    return objects
+
+
+def test_hundreds_of_adapters_through_one_manager_leave_nothing(make_manager, new_client, new_request):
+    halfway, end = pass_through(make_manager, new_client, new_request, 200)
+    assert abs(end - halfway) < 200

@@ -76,7 +76,7 @@ class SimulatedClient(Client):
         self.reused_this_turn: list[int] = []
         self.means_to_stop_the_reused = False
         self.kept: deque[tuple[list, bytes]] = deque(maxlen=3)
-        self.requests = Requests(self.swarm, rng, world.mark)
+        self.requests = Requests(self.swarm, rng, world.mark, world.adapters)
         self.failures = Counter()
         self.num_finals = 0
         self.errors: Counter[str] = Counter()

@@ -56,15 +56,17 @@ class SimulatedDevice(ScriptedBackend):
     table_of     (request) -> [beams, blocks] block table, in which released blocks keep their index
     before_step  (batch) called once for each batch, before the batch runs
     check        (holds, rule) notes a violation of the rule unless it holds
-    stamps       block -> (salt, checksum of the tokens before the block); None without block reuse
+    stamps       block -> stamp_of its first token; None without block reuse
+    load_fails   (iteration) -> whether the load of an adapter for this step fails now
     """
 
     def __init__(self, *, faults: Faults, owner_of: Callable[[int], LlmRequest],
                  blocks_of: Callable[..., list[int]], table_of: Callable[[LlmRequest], np.ndarray],
                  blame: Callable[..., None],
                  before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
-                 is_reused: bool, num_ranks: int = 1, **options) -> None:
-        super().__init__(on_step=self._on_step, **options)
+                 is_reused: bool, load_fails: Callable[[int], bool], num_ranks: int = 1, **options) -> None:
+        super().__init__(on_step=self._on_step, on_load=self._on_load, **options)
+        self._load_fails, self._running = load_fails, -1
         self.num_ranks = num_ranks
         self._faults = faults
         self._owner_of, self._blocks_of, self._table_of = owner_of, blocks_of, table_of
@@ -199,6 +201,20 @@ class SimulatedDevice(ScriptedBackend):
 
     # orders
 
+    def _run(self, step) -> StepOutput:
+        self._running = step.batch.iteration
+        return super()._run(step)
+
+    def _on_load(self, operation) -> None:
+        """Fail a load of the step that runs. The step is run again in parts, and the load works then."""
+        if self._load_fails(self._running):
+            order = self._orders.get(self._running, NO_ORDER)
+            if order.raises is NO_ORDER.raises:
+                self._orders[self._running] = replace(order, raises=lambda slots: None)
+            for owner in self._owners.get(self._running, {}).values():
+                self._blame(owner, ErrorCode.MODEL_ERROR, self._running, must=False)
+            raise RuntimeError("planted")
+
     def order_of(self, batch: ScheduledBatch) -> Order:
         return self._orders.get(batch.iteration, NO_ORDER)
 
@@ -325,8 +341,8 @@ class SimulatedDevice(ScriptedBackend):
 
 
 def stamp_of(owner: LlmRequest, tokens: list[int], start: int) -> tuple:
-    """Return (salt, checksum of the tokens before `start`)."""
-    return owner.cache_salt, crc32(array("q", tokens[:start]).tobytes())
+    """Return (salt, digest of the adapter, checksum of the tokens before `start`)."""
+    return owner.cache_salt, owner.adapter_digest, crc32(array("q", tokens[:start]).tobytes())
 
 
 class SimulatedStep:

@@ -19,6 +19,7 @@ class Place(Enum):
     ALLOCATOR = "allocator"
     CLOCK = "clock"
     RANK = "rank"
+    ADAPTER = "adapter"
     LIFE = "life"
 
 
@@ -101,6 +102,11 @@ MENU: dict[str, Fault] = _menu(
     (Place.RANK, "twice", "a frame comes twice"),
     (Place.RANK, "cut", "a frame ends in the middle, and then the connection"),
 
+    (Place.ADAPTER, "forgotten", "an id is forgotten, and then stands for other content", "adapters"),
+    (Place.ADAPTER, "other_content", "an id comes with other content while it is cached", "adapters"),
+    (Place.ADAPTER, "check_late", "the check of an adapter takes another turn", "adapters"),
+    (Place.ADAPTER, "upload_fails", "the load of an adapter fails once", "adapters"),
+
     (Place.LIFE, "shutdown", "is asked for without draining"),
     (Place.LIFE, "twice", "is asked for again"),
     (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
@@ -109,7 +115,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 58
+assert len(MENU) == 62
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

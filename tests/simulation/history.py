@@ -26,7 +26,8 @@ from pathlib import Path
 from .beams_judged import CANCELLED, NATURAL, REASONS, TIMED_OUT, beams_wrong
 from .oracle import Oracle
 
-CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL", "NON_FINITE_LOGITS",
+CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "LORA_TASK_NOT_CACHED",
+         "QUEUE_FULL", "NON_FINITE_LOGITS",
          "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED"}
 FAULTY = {"INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE"}
 BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # given before the request is checked
@@ -44,6 +45,8 @@ class Handed:
     penalizes  whether the request has a penalty
     waited_s   seconds from the arrival time that the request states to the reading
     metrics    whether the request wants timings in its response
+    brings     digest of the adapter that the request brings along, in hexadecimal digits
+    mark       what the adapter adds to the hash of each token; 0 without an adapter
     """
 
     time: float
@@ -70,6 +73,9 @@ class Handed:
     len_penalty: float = 0.0
     early_stopping: int = 1
     diversity_rate: float = 0.0
+    lora_task_id: int | None = None
+    brings: str = ""
+    mark: int = 0
 
     @property
     def end_ids(self) -> set[int]:

@@ -73,17 +73,24 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
     loop = world.loop
     active, intake = loop.active, loop.intake
     waiting = [admitted.request for admitted in intake._queue]
-    alive = {request.request_id for request in active} | {request.request_id for request in waiting}
+    preparing = set() if intake.preparing is None else intake.preparing.request_ids
+    alive = {request.request_id for request in active} | {request.request_id for request in waiting} | preparing
     if alive != world.history.open.keys():
         yield f"I1: alive are {sorted(alive)}, waiting for a final {sorted(world.history.open)}"
     if not alive and loop.kv.used_blocks:
         yield f"I17: nobody is alive and {loop.kv.used_blocks} blocks are held"
-    if intake._queued_ids != {request.request_id for request in waiting}:
+    if intake._queued_ids != {request.request_id for request in waiting} | preparing:
         yield "C23: the queue and its ids differ"
     if intake._queued_tokens != sum(request.prompt_len for request in waiting):
         yield f"C23: {intake._queued_tokens} tokens are said to wait"
     if intake._bytes_of.keys() != alive or intake._bytes_in_flight != sum(intake._bytes_of.values()):
         yield f"C23: {intake._bytes_in_flight} bytes are said to be in flight"
+    if loop.adapters is not None:
+        for fault in loop.adapters.faults():
+            yield f"I34: {fault}"
+        if loop.adapters.store.users.keys() != {request.request_id for request in [*active, *waiting]
+                                                if request.adapter is not None}:
+            yield "I34: the store counts other requests than those that are alive"
     if not intake._deadlines.keys() <= alive:
         yield "C23: the deadline of somebody who has ended is kept"
     if len(loop.deliveries) != len(active) or len(loop._resources._setups) != len(active):
@@ -136,6 +143,8 @@ def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan
     yield from world.first_in_line.planned(active, inflight, plan)
     arrivals = world.arrivals
     for ahead, behind in zip(active, active[1:]):
+        if ahead.adapter is not None or behind.adapter is not None:
+            continue                                               # it may have waited for its adapter
         if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
             yield f"I24: {ahead} stands ahead of {behind}, which came first"
 

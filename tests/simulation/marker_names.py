@@ -51,12 +51,15 @@ MARKERS = (
     # later
     "prompt found in the cache", "part of a block found in the cache", "found and evicted in one step",
     "block left the window", "block brought back from the host",
+    # adapters
+    "an adapter runs", "an adapter is not in the cache", "an adapter is forgotten while it is in use",
 )
 NEEDS = {
     "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
     "found and evicted in one step": "reuse", "block left the window": "window",
     "block brought back from the host": "host blocks", "beams leave the window": "window",
-    "beams find a prompt in the cache": "reuse",
+    "beams find a prompt in the cache": "reuse", "an adapter runs": "adapters",
+    "an adapter is not in the cache": "adapters", "an adapter is forgotten while it is in use": "adapters",
 }
 KNOWN = frozenset(MARKERS)
 assert len(KNOWN) == len(MARKERS) and NEEDS.keys() <= KNOWN

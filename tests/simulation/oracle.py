@@ -49,16 +49,17 @@ class Oracle:
 
     def __init__(self, *, vocab_size: int, key: int, window: int | None = None, sink: int = 0) -> None:
         self._vocab_size, self._key, self._window, self._sink = vocab_size, key, window, sink
+        self._mark = 0                                    # of the request that is computed
 
     def _seen_with(self, total: int, history: Sequence[int], place: int, token: int) -> int:
         """Return the hash `total` of the visible tokens after `token` is added at the position `place`.
 
         The token that leaves the window is removed from the hash.
         """
-        total += mix(self._key + (place + 1) * A + (token + 1) * B)
+        total += mix(self._key + (place + 1) * A + (token + 1) * B + self._mark)
         if self._window is not None and place - self._window >= self._sink:
             leaving = place - self._window
-            total -= mix(self._key + (leaving + 1) * A + (history[leaving] + 1) * B)
+            total -= mix(self._key + (leaving + 1) * A + (history[leaving] + 1) * B + self._mark)
         return total
 
     def _of_prompt(self, prompt: Sequence[int]) -> int:
@@ -73,6 +74,7 @@ class Oracle:
 
     def text(self, item, limit: int, count: int) -> Text:
         """Return the first `count` tokens of the request's output. `limit` is the largest output length."""
+        self._mark = item.mark
         history, text = list(item.prompt), Text(total=self._of_prompt(item.prompt))
         draw = 0 if item.seed is None else mix(item.seed ^ A)
         is_free = not (item.bad_words or item.no_repeat_ngram_size or item.min_length or item.penalizes)
@@ -114,6 +116,7 @@ class Oracle:
 
     def _search(self, item, limit: int) -> Iterator[tuple[list[Text], list[Text]]]:
         """Yield (live beams, finished hypotheses) after each step, until the search is over."""
+        self._mark = item.mark
         width, ways = item.beam_width, {word[-1] for word in item.stop_words} | item.end_ids
         wanted = max(2, 1 + len(ways)) * width
         live, finished = [Text(total=self._of_prompt(item.prompt))], []

@@ -8,6 +8,7 @@ import numpy as np
 
 from batch_manager.requests.inference_request import InferenceRequest
 
+from .adapters import Adapters
 from .history import Handed
 from .oracle import Oracle
 from .swarm import TEN_YEARS_S, Swarm
@@ -20,7 +21,8 @@ class Nameless:
 class Requests:
     """Generates random items and their expected results, by the probabilities of a swarm."""
 
-    def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None]) -> None:
+    def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None], adapters: Adapters) -> None:
+        self.adapters = adapters
         self.swarm, self.rng, self._mark = swarm, rng, mark
         self._wishes = Random(f"wishes {swarm.seed}")
         self._oracle = Oracle(vocab_size=swarm.vocab_size, key=swarm.seed, window=swarm.window, sink=swarm.sinks)
@@ -91,6 +93,10 @@ class Requests:
         if self._wishes.random() < traffic.words:
             self._ask_for_words(tensors, handed)
         handed.must = self._refusal(len(prompt), output, width)
+        if traffic.adapted and self._wishes.random() < traffic.adapted:
+            self.adapters.ask(tensors, handed)
+            if handed.brings and not handed.must:
+                handed.must = None                                 # the id may name other content by then
         return InferenceRequest(request_id, tensors, is_streaming=streams, **options), handed
 
     def _with_beams(self, prompt: int, output: int) -> tuple[int, int, int]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
+from batch_manager.testing.scripted_backend import ADAPTER_MODULES
 
 from .faults import ENDINGS, MENU, Fault, Place, menu_of
 
 TERMINATE_ID = 2**64 - 1
 TEN_YEARS_S = 3e8
+FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Traffic:
     prompt, output   longest prompt and output, in tokens
     beams            probability that a request has several beams
     words            probability that a request has stop words, or rules that forbid tokens
+    adapted          probability that a request has an adapter
     """
 
     arrival: float
@@ -44,6 +47,7 @@ class Traffic:
     as_generator: float
     beams: float = 0.0
     words: float = 0.0
+    adapted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Swarm:
     """A configuration of the engine and of the world around it.
 
     iterations   iterations of the loop before the shutdown is requested
+    adapters     number of task ids of adapters; 0: the engine has no adapters
+    adapter_pages, adapter_bytes   pages of the device for adapters, and bytes of the host cache
     faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of each event that ends the run, such as a drain
@@ -89,6 +95,9 @@ class Swarm:
     run_ahead: bool = False
     is_asynchronous: bool = False
     ranks: int = 1
+    adapters: int = 0
+    adapter_pages: int = 0
+    adapter_bytes: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -156,7 +165,8 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     iterations_drawn = rng.choice([60, 150, 300, 600, 1000])
     if iterations is None:
         iterations = iterations_drawn
-    possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)]
+    possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)
+                and fault.place is not Place.ADAPTER]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
     faults = tuple(fault.name for fault in possible
                    if fault.place not in (Place.LIFE, Place.RANK) and rng.random() < share)
@@ -172,6 +182,11 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     # With several ranks, a step is launched when the steps of its requests have been read.
     ranks = 1 if static or run_ahead else rank_rng.choice([1, 2, 3, 4])
     rank_faults = [fault.name for fault in menu_of(Place.RANK) if ranks > 1 and rank_rng.random() < 0.3]
+    adapter_rng = Random(f"adapters {seed}")
+    adapters, adapter_pages, adapter_bytes, adapted = _adapters(adapter_rng, features, static or ranks > 1)
+    if adapters:
+        traffic = replace(traffic, adapted=adapted)
+        faults += tuple(fault.name for fault in menu_of(Place.ADAPTER) if adapter_rng.random() < 0.6)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -205,7 +220,19 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         ranks=ranks,
         fault_rate=rng.choice([0.005, 0.02, 0.08]),
         endings=endings,
-        max_beam_width=max_beam_width)
+        max_beam_width=max_beam_width,
+        adapters=adapters,
+        adapter_pages=adapter_pages,
+        adapter_bytes=adapter_bytes)
+
+
+def _adapters(rng: Random, features: Collection[str], static: bool) -> tuple[int, int, int, float]:
+    """Return (task ids, pages, bytes of the host cache, probability of an adapter). One swarm in three has adapters."""
+    if "adapters" not in features or static or rng.randrange(3):
+        return 0, 0, 0, 0.0
+    pages = rng.choice([1, 2, 3, 5, 8])
+    one_page = FLOAT32 * ADAPTER_MODULES.page_elements
+    return rng.choice([1, 2, 4, 9]), pages, one_page * pages * rng.choice([1, 2, 4, 40]), rng.choice([0.2, 0.6, 1.0])
 
 
 def _beams_and_words(rng: Random, num_blocks: int, faults: Collection[str],

@@ -23,6 +23,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
     yield "reuse", "off" if not swarm.reuse else "with salts" if traffic.salted else "on"
     yield "host blocks", str(swarm.host_blocks)
     yield "window", "none" if swarm.window is None else "with sinks" if swarm.sinks else "without sinks"
+    yield "adapters", "none" if not swarm.adapters else f"{swarm.adapters} in {swarm.adapter_pages} pages"
     yield "streaming", f"{traffic.streams:.0%}"
     yield "sampling", f"{traffic.samples:.0%}"
     yield "stop words and bans", f"{traffic.words:.0%}"

@@ -15,13 +15,14 @@ from functools import partial
 from hashlib import blake2b
 from random import Random
 
-from batch_manager.config import KvCacheConfig
+from batch_manager.config import KvCacheConfig, PeftCacheConfig
 from batch_manager.errors import BatchManagerError
 from batch_manager.handover import ScheduledBatch
 from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
 from batch_manager.parallel.leading import LeadingBackend
 from batch_manager.requests.llm_request import LlmRequest
+from batch_manager.scheduling.capacity import STARVED_PLANS
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
 from batch_manager.scheduling.waiting import REASONS
 from batch_manager.stats.trace import IterationTrace
@@ -32,6 +33,7 @@ from tests.harness.worker import exit_of_the_interpreter, virtual_control
 from tests.harness.world import make_loop, quiet_log
 
 from . import invariants
+from .adapters import Adapters
 from .client import PlantedInterrupt, SimulatedClient
 from .device import SimulatedDevice
 from .faults import Faults, Place
@@ -46,7 +48,7 @@ BOUND_ON_WAITING = 2                  # iterations per step of work ahead of a r
 MOST_VIOLATIONS = 20
 EVERY_RANKS = 4                       # turns between two comparisons of the ranks' caches
 HARMLESS = ("rank.late", "rank.asks_for_the_end")
-REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL")
+REFUSALS = ("INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE", "LORA_TASK_NOT_CACHED", "QUEUE_FULL")
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class SimulatedWorld:
         self.mark = self.markers.reach
         model = {"vocab_size": swarm.vocab_size, "key": swarm.seed, "window": swarm.window, "sink": swarm.sinks}
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
+        self.adapters = Adapters(self)
         self.client = SimulatedClient(self, Random(f"client {swarm.seed}"))
         self.device = (SimulatedDevice if swarm.ranks == 1 else SimulatedRank0)(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
@@ -98,6 +101,7 @@ class SimulatedWorld:
             before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
             max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
             tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, num_ranks=swarm.ranks, **model,
+            load_fails=self.adapters.load_fails, adapter_pages=swarm.adapter_pages,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
         self.loop = self._build()
@@ -141,7 +145,10 @@ class SimulatedWorld:
             max_batch_size=swarm.max_batch_size, max_num_tokens=swarm.max_num_tokens,
             max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
             max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
-            max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats)
+            max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats,
+            peft_cache_config=PeftCacheConfig(host_cache_size=swarm.adapter_bytes) if swarm.adapters else None)
+        if swarm.adapters:
+            self.adapters.watch(loop)
         fetched = loop.callbacks.fetched
         fetched.read_next = client.noting(fetched.read_next)
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
@@ -159,7 +166,7 @@ class SimulatedWorld:
             except (Exception, SystemExit, GeneratorExit, PlantedInterrupt) as error:
                 self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
         self._close()
-        result.hits, result.markers = self.faults.hits, self.markers.counts
+        result.hits, result.markers = self.faults.hits + self.adapters.faults.hits, self.markers.counts
         result.requests, result.finals = self.history.num_handed, self.client.num_finals
         return result
 
@@ -183,6 +190,8 @@ class SimulatedWorld:
         """Advance the clock between two turns, begin the endings that are due, and cause clock faults."""
         while self._endings and self._endings[0][0] <= self.step_number:
             self._end(self._endings.pop(0)[1])
+        if self.swarm.adapters:
+            self.adapters.move()
         name = self.faults.draw(Place.CLOCK)
         if name is not None:
             self.faults.hit(name)
@@ -345,6 +354,8 @@ class SimulatedWorld:
             begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
             waited = self.result.iterations - begun
             bound = BOUND_ON_WAITING * self.swarm.depth * (self._work - ahead) + 20
+            if self.swarm.adapters:
+                bound += STARVED_PLANS
             if waited > bound:
                 self.check(False, f"I24: request {request_id} has waited {waited} iterations for {bound}")
             return
@@ -472,6 +483,8 @@ class SimulatedWorld:
         swarm, queue = self.swarm, self.loop.intake._queue
         tokens = sum(admitted.request.prompt_len for admitted in queue)
         prompt = len(self.history.open[sent.request_id][0].handed.prompt)
+        if swarm.adapters:
+            return                                               # the host cache may be full of adapters in use
         self.check(len(queue) >= swarm.max_queued_requests or tokens + prompt > swarm.max_queued_tokens
                    or swarm.max_bytes_in_flight < 10**6, f"C20: {sent.error}, with {len(queue)} waiting")
 
@@ -493,6 +506,10 @@ class SimulatedWorld:
         for fault in invariants.plan_faults(self, active, inflight, plan):
             self.check(False, fault)
         self._requests = {request.request_id: request for request in active}
+        for request in active if self.swarm.adapters else ():
+            handed = self.handed(request.request_id)
+            if handed is not None and not handed.mark:
+                self.adapters.note_active(request, handed)
         self._planned = {*self._requests}
         self.markers.plan(active, inflight, plan)
         for request, behind in zip(active, active[1:]):
