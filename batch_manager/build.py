@@ -3,7 +3,7 @@
 Only this file imports every concrete class.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ from .kv.peft_cache_manager import PeftCacheManager
 from .loading_thread import check_interruption, current_loading
 from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
+from .loop.fetched_items import RefusedItem
+from .loop.followed_callbacks import FollowedCallbacks
 from .loop.follower import Follower
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
@@ -41,9 +43,11 @@ from .parallel.control import WakeUpPipe, join, lead, own_address
 from .parallel.leading import LeadingBackend
 from .parallel.mapping import Place, place_of
 from .parallel.ranks import Leader, Link
+from .parallel.same_inputs import SameInputs
 from .requests.adapter_content import checked_adapter, read_adapter
 from .requests.adapter_store import AdapterStore
 from .requests.admission import Admission
+from .requests.item_digest import item_digest
 from .responses.deliveries import Deliveries
 from .scheduling.policies import make_scheduler
 from .seams import Clock, ModelBackend
@@ -69,6 +73,14 @@ class Meeting:
     wake: WakeUpPipe | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What other ranks than 0 have callbacks for: requests and their responses, statistics."""
+
+    requests: bool
+    stats: bool
+
+
 _meetings = count()              # names the engines of this process; ranks construct theirs in one order
 
 
@@ -89,12 +101,13 @@ def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     backend = None
     try:
         with ranks.starting():
-            _compare(ranks, arguments, callbacks)
+            shared = _compare(ranks, arguments, callbacks)
             if ranks.rank > 0:
                 backend = _make_backend(arguments, parts, meeting)
-                loop: GenerationLoop | Follower = _build_follower(arguments, parts, backend, meeting, heartbeat)
+                loop: GenerationLoop | Follower = _build_follower(
+                    arguments, callbacks, parts, backend, meeting, heartbeat)
             else:
-                loop = build_loop(arguments, callbacks, parts, heartbeat, meeting)
+                loop = build_loop(arguments, _shared(callbacks, shared, ranks), parts, heartbeat, meeting)
                 backend = loop.backend
             ranks.exchange("ready")
         return loop
@@ -125,8 +138,9 @@ def open_rendezvous(place: Place, config: ParallelConfig) -> Any:
                       timeout_s=config.connect_timeout_s, name=f"batch_manager {next(_meetings)}")
 
 
-def _compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callbacks) -> None:
-    """Raise ConfigError on every rank if they do not run the same engine."""
+def _compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callbacks) -> "Shared":
+    """Return what other ranks than 0 have callbacks for. Raises ConfigError on every rank if they do not run the same
+    engine."""
     from .weights.digest import checkpoint_digest
 
     ranks.compare("the version of batch_manager", __version__, "install the same version on every machine")
@@ -134,14 +148,18 @@ def _compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callba
     if arguments.model_path is not None:
         ranks.compare("the digest of the checkpoint", checkpoint_digest(arguments.model_path),
                       "copy the same files to every machine")
-    have_callbacks = ranks.exchange("callbacks", callbacks.get_inference_requests_cb is not None)
-    if not have_callbacks[0]:
+    given = ranks.exchange("callbacks", (callbacks.get_inference_requests_cb is not None,
+                                         callbacks.return_batch_manager_stats_cb is not None))
+    if not given[0][0]:
         raise ConfigError("rank 0 has no get_inference_requests_cb", "rank 0 serves the requests",
                           "pass the callbacks on rank 0; only the other ranks may pass None for get and send")
-    if any(have_callbacks[1:]):
-        raise ConfigError("ranks " + ", ".join(str(rank) for rank, has in enumerate(have_callbacks) if has)
-                          + " have callbacks", "callbacks on other ranks than 0 are not built yet",
-                          "pass None for get and send on every rank but 0")
+    with_get = [rank for rank, (has_get, _) in enumerate(given) if has_get and rank]
+    if with_get and len(with_get) < len(given) - 1:
+        without = [rank for rank in range(1, len(given)) if rank not in with_get]
+        raise ConfigError(f"get_inference_requests_cb is given on ranks {', '.join(map(str, [0, *with_get]))} and None "
+                          f"on ranks {', '.join(map(str, without))}", "expected callbacks on every rank, or on rank 0 "
+                          "alone", "pass the callbacks, or None for get and send, on every rank but 0")
+    return Shared(bool(with_get), any(has_stats for _, has_stats in given[1:]))
 
 
 def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, heartbeat: Heartbeat | None = None,
@@ -226,15 +244,42 @@ def _admission(arguments: EngineArguments, parts: Parts, plan: Plan, kv_cache_ma
         with_pauses=arguments.scheduler_policy is SchedulerPolicy.MAX_UTILIZATION), guard)
 
 
-def _build_follower(arguments: EngineArguments, parts: Parts, backend: Any, meeting: Meeting,
+def _shared(callbacks: Callbacks, shared: Shared, leader: Leader | Link) -> Callbacks:
+    """Return the callbacks of rank 0, which call those of the other ranks too."""
+    assert isinstance(leader, Leader)
+    if not (shared.requests or shared.stats):
+        return callbacks
+    get, send, stats = (callbacks.get_inference_requests_cb, callbacks.send_response_cb,
+                        callbacks.return_batch_manager_stats_cb)
+    assert get is not None and send is not None
+    same = SameInputs(leader, get, send, callbacks.poll_stop_signal_cb, stats, describe=item_digest,
+                      refused=RefusedItem)
+    wants_stats = shared.stats or stats is not None
+    if not shared.requests:
+        return replace(callbacks, return_batch_manager_stats_cb=same.stats)
+    return Callbacks(same.get, same.send, same.poll, same.stats if wants_stats else None)
+
+
+def _build_follower(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, backend: Any, meeting: Meeting,
                     heartbeat: Heartbeat | None) -> Follower:
     link, wake, clock = meeting.ranks, meeting.wake, reliable(parts.clock)
     assert isinstance(link, Link) and wake is not None
     guard = Guard(clock.monotonic, heartbeat, arguments.optional_params.log_callback_errors)
     plan = plan_engine(arguments, parts, backend)
     admission = _admission(arguments, parts, plan, make_kv_cache_manager(plan, clock), guard)
+    followed, params = None, arguments.optional_params
+    if callbacks.get_inference_requests_cb is not None or callbacks.return_batch_manager_stats_cb is not None:
+        followed = FollowedCallbacks(
+            GuardedCallbacks(callbacks.get_inference_requests_cb or _nothing, callbacks.send_response_cb or _nothing,
+                             callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
+                             params.max_admissions_per_iteration, parts.after_responses, parts.at_end),
+            link.answer, numpy_to_tensor, arguments.terminate_req_id)
     return Follower(link, backend, guard, limits=plan.limits, admission=admission.for_other_threads(),
-                    wake=wake)
+                    callbacks=followed, wake=wake)
+
+
+def _nothing(*_: Any) -> Any:
+    """Stands for a callback that is never called."""
 
 
 def make_kv_cache_manager(plan: Plan, clock: Clock) -> KvCacheManager:

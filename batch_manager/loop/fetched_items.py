@@ -3,12 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from inspect import getattr_static
 from itertools import islice
 from operator import length_hint
 from typing import Any
 
 from ..contained_log import RateLimitedLog
+from ..errors import BatchManagerError
 from ..guard import Guard
 from ..requests.inference_request import InferenceRequest
 
@@ -16,6 +18,14 @@ LISTS = (list, tuple)     # reading one runs no user code
 MOST_ITEMS = 1 << 20    # an iterator may be endless, and its length hint wrong
 FIRST_BACK_OFF_S = 0.001
 LONGEST_BACK_OFF_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedItem:
+    """Stands for an item that must not be accepted. The engine refuses it with the error."""
+
+    request_id: int
+    error: BatchManagerError
 
 
 class FetchedItems:

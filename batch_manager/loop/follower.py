@@ -12,6 +12,7 @@ from ..requests.admission import Admission
 from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..steps.runner import is_out_of_memory
+from .followed_callbacks import FollowedCallbacks
 from .preparing import Preparing
 
 SECONDS_FOR_RANK_0 = 4.0         # to end all ranks after this one was aborted
@@ -57,12 +58,14 @@ class Follower:
     preparing: Preparing | None = None                 # rank 0 has the adapters
 
     def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard, *, limits: Any = None,
-                 admission: Admission | None = None, wake: Any = None) -> None:
+                 admission: Admission | None = None, callbacks: FollowedCallbacks | None = None,
+                 wake: Any = None) -> None:
         """
         limits, admission   as those of rank 0
+        callbacks           those of this rank; None: it has none
         wake                an object with the methods of worker.WakeUp and `close`; None: the link never waits
         """
-        self.limits, self._admission = limits, admission
+        self.limits, self._admission, self._callbacks = limits, admission, callbacks
         self.ranks = self.link = link
         self.wake = wake
         self.backend = backend
@@ -78,8 +81,8 @@ class Follower:
 
     @property
     def num_alive(self) -> int:
-        """The number of live requests of this rank: rank 0 has them all."""
-        return 0
+        """The number of live requests that were handed over on this rank."""
+        return 0 if self._callbacks is None else len(self._callbacks.guarded.unanswered.alive)
 
     @property
     def is_busy(self) -> bool:
@@ -105,6 +108,8 @@ class Follower:
                 self._finish_oldest()
         elif frame[0] == "STEP":
             self._start(*frame[1])
+        elif self._callbacks is not None:
+            self._callbacks.take(frame[1])
         return True
 
     def is_done(self, *, draining: bool, aborting: bool) -> bool:
@@ -127,15 +132,26 @@ class Follower:
         """Note why this rank cannot go on. It ends then."""
         if self.failure is None:
             self.failure = error
+        if self._callbacks is not None:
+            self._callbacks.fail(self.failure)
 
     def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
-        """Leave the other ranks and close the backend."""
+        """Answer what is left here, leave the other ranks and close the backend."""
         self._running.clear()
+        callbacks = self._callbacks
+        if callbacks is not None:
+            callbacks.fail(error if self.failure is None and not self.link.end else self._reason())
         self.link.close("" if self.failure is None else f"{type_name(self.failure)}: {self.failure.fact}")
         with self._in_close:
             self.backend.close()
+        if callbacks is not None:
+            callbacks.guarded.at_end(health)
         if self.wake is not None:
             self.wake.close()
+
+    def _reason(self) -> BatchManagerError:
+        """Why this rank ended before its time."""
+        return self.failure or DeviceLostError(self.link.end or "", "an engine of several ranks needs all of them")
 
     def check(self, request: InferenceRequest) -> None:
         """Raise the error with which rank 0 would refuse the request. Can be called from any thread."""
@@ -144,17 +160,17 @@ class Follower:
 
     def health(self) -> dict[str, Any]:
         """The part of GptManager.health that the loop knows."""
-        failure = self.failure
-        if failure is None and self.link.end:
-            failure = DeviceLostError(self.link.end, "an engine of several ranks needs all of them")
+        failure = None if self.failure is None and not self.link.end else self._reason()
+        unanswered = None if self._callbacks is None else self._callbacks.guarded.unanswered
         return {
             "state": "FAILED" if failure is not None else "RUNNING",
             "failure": "" if failure is None else failure.response_text(),
-            "active_requests": 0,
+            "active_requests": self.num_alive,
             "queued_requests": 0,
             "iterations": self._num_steps,
-            "final_responses": 0,
-            "errors": {},
+            "final_responses": 0 if unanswered is None else unanswered.num_sent,
+            "errors": {} if unanswered is None else {
+                code.value: count for code, count in unanswered.errors.copy().items()},
             "unaddressable_items": 0,
             "callback_failures": dict(self._guard.failures),
         }

@@ -20,6 +20,7 @@ from ..errors import (
 from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
 from .callbacks import GuardedCallbacks
+from .fetched_items import RefusedItem
 from .preparing import Preparing
 from .timings import Timings
 from .unanswered import Refusal
@@ -192,6 +193,8 @@ class Intake:
         return entering
 
     def _decide(self, item: object, request_id: int, is_alive: Callable[[int], bool], *, has_room: bool) -> Admitted:
+        if type(item) is RefusedItem:
+            raise item.error
         if is_alive(request_id):
             raise DuplicateRequestIdError(
                 f"request {request_id}: a request with this id is alive",

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import BatchManagerError, ConfigError, DeviceLostError, is_a, text_of, type_name
 from ..handover import ScheduledBatch
 from .channel import Channel, Kind, LostError
+from .wire import WireError, unpack
 
 FAILED = "failed"                # the name of a phase of the start that no rank asks for
 LONGEST_BEAT_S = 0.5
@@ -42,6 +43,7 @@ class Ranks:
     end_asked         whether to drain, if another rank has asked for the end; else None
     on_failure        called from any thread when another rank fails while this one starts
     before_close      called before the channels are closed
+    before_end        called by rank 0 before it tells the others that it ends
     """
 
     def __init__(self, rank: int, channels: Mapping[int, Channel], wait: Wait, rank_timeout_s: float) -> None:
@@ -58,6 +60,7 @@ class Ranks:
         self.end_asked: bool | None = None
         self.on_failure: Callable[[ConfigError], None] = _nothing
         self.before_close: Callable[[], None] = _nothing
+        self.before_end: Callable[[], None] = _nothing
         self._channels = dict(channels)
         self._wait = wait
         self._rank_timeout_s = rank_timeout_s
@@ -146,7 +149,7 @@ class Ranks:
                     self._take(other, kind, value)
             except LostError as loss:
                 self._lose(other, str(loss))
-            except (TypeError, ValueError, KeyError, IndexError) as error:      # the value has another form
+            except (TypeError, ValueError, KeyError, IndexError, WireError) as error:    # another form
                 self._lose(other, f"sent a frame that does not belong here ({type_name(error)})")
 
     def _take(self, other: int, kind: Kind, value: Any) -> None:
@@ -283,10 +286,10 @@ class Leader(Ranks):
                 self.check()
             raise (RankOutOfMemoryError if is_out_of_memory else RankError)(f"rank {rank} raised {name}")
 
-    def ask(self, value: Any) -> None:
-        """Send an ASK frame to every other rank. Raises DeviceLostError."""
+    def ask(self, value: Any, rank: int | None = None) -> None:
+        """Send an ASK frame to a rank; None: to every other rank. Raises DeviceLostError."""
         self.check()
-        for other in self._channels:
+        for other in self._channels if rank is None else (rank,):
             self._send(other, Kind.ASK, value)
         self.check()
 
@@ -323,6 +326,8 @@ class Leader(Ranks):
             super()._take(other, kind, value)
 
     def close(self, reason: str = "") -> None:
+        if self.lost is None and not self._is_closed:
+            self.before_end()
         if not self._begins_to_close():
             return
         self._tell_the_rest(reason)
@@ -409,6 +414,9 @@ class Link(Ranks):
                 raise TypeError
             self._frames.append((kind.name, value))
         elif kind is Kind.ASK:
+            what, *content = value
+            if what == "responses":                    # each was packed when it was made
+                value = what, tuple([unpack(response) for response in content[0]])
             self._frames.append((kind.name, value))
         elif kind is Kind.END:
             _, reason = value

@@ -6,6 +6,7 @@ wait, left.
 
 import logging
 import os
+import pickle
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -40,12 +41,50 @@ class FolderRendezvous:
 
 
 class ArrayClient(Client):
-    """A client that reads arrays, because tensors would import torch."""
+    """A client that reads arrays, because tensors would import torch.
+
+    arrivals     number of a call of get -> the requests that it returns besides `pending`
+    broadcasts   folder in which rank 0 leaves what each call of get returns; every other rank waits for it there
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: dict[int, list] = {}
+        self.rank, self.broadcasts, self.calls, self.waits_until = 0, None, 0, 0.0
+        self.raises: set[str] = set()
+
+    def items(self, max_num_requests):
+        call, self.calls = self.calls, self.calls + 1
+        if self.broadcasts is not None:
+            path = Path(self.broadcasts) / f"get {call}"
+            if self.rank == 0:
+                items = self.pending[:]
+                self.pending.clear()
+                path.with_suffix(".new").write_bytes(pickle.dumps(items))
+                path.with_suffix(".new").rename(path)
+            else:
+                deadline = time.monotonic() + 10
+                while not path.exists():
+                    assert time.monotonic() < deadline, "rank 0 has not called get"
+                    time.sleep(0.0005)
+                items = pickle.loads(path.read_bytes())
+            return [request(*each) for each in items]
+        if "get" in self.raises and call in self.arrivals:
+            raise RuntimeError("planted")
+        return [request(*each) for each in self.arrivals.get(call, ())] + super().items(max_num_requests)
+
+    def named_stops(self):
+        if "poll" in self.raises:
+            raise RuntimeError("planted")
+        return super().named_stops()
 
     def received(self, request_id, tensors, final, error):
         for tensor in tensors:
             tensor._to_tensor = None
-        return super().received(request_id, tensors, final, error)
+        response = super().received(request_id, tensors, final, error)
+        if "send" in self.raises:
+            raise RuntimeError("planted")
+        return response
 
 
 class Rank:
@@ -57,6 +96,8 @@ class Rank:
     def construct(self, rank: int, num_ranks: int, folder: str, *, fails: str = "", version: str = "", key: bool = True,
                   step_s: float = 0.0, raises: dict | None = None, exclude_input: bool = True, frames: int = 0,
                   rank_timeout_s: float = 2.0, connect_timeout_s: float = 20.0, callbacks: bool | None = None,
+                  arrivals: dict | None = None, broadcasts: str | None = None, client_raises: tuple = (),
+                  has_stats: bool = False,
                   idle_poll_interval_s: float = 0.0048) -> dict:
         """Construct a GptManager.
 
@@ -66,7 +107,10 @@ class Rank:
         step_s    seconds of a step
         raises    {"slot": in which slots a step raises, "error": class}
         frames    version of the frames, if it is another one
+        arrivals, broadcasts, client_raises   of the client
         """
+        self.client.arrivals, self.client.broadcasts, self.client.rank = arrivals or {}, broadcasts, rank
+        self.client.raises = set(client_raises)
         def on_step(batch) -> None:
             if step_s:
                 time.sleep(step_s)
@@ -99,6 +143,8 @@ class Rank:
             channel.VERSION = frames
         callbacks = rank == 0 if callbacks is None else callbacks
         given = self.client.callbacks() if callbacks else {"get_inference_requests_cb": None, "send_response_cb": None}
+        if has_stats:
+            given["return_batch_manager_stats_cb"] = self.client.return_stats
         began = time.monotonic()
         try:
             self.manager = GptManager(
@@ -115,7 +161,7 @@ class Rank:
         return {"error": "", "seconds": time.monotonic() - began}
 
     def submit(self, requests: list) -> dict:
-        self.client.pending += [request(*each) for each in requests]
+        self.client.pending += requests if self.client.broadcasts else [request(*each) for each in requests]
         self.manager.notify()
         return {}
 
@@ -126,6 +172,15 @@ class Rank:
             time.sleep(0.002)
         return {}
 
+    def heard(self) -> dict:
+        """Return all responses in order as (id, [name, array as list], final, error), the records, and the calls."""
+        return {"responses": {each: [[[(name, value.tolist()) for name, value in sorted(response.tensors.items())],
+                                      response.final, response.error] for response in responses]
+                              for each, responses in self.client.responses.items()},
+                "sends": [event for event in self.client.events if event.startswith("send")],
+                "stats": self.client.stats, "asked": self.client.asked, "complaints": self.client.complaints,
+                "failures": self.manager.health()["callback_failures"]}
+
     def finals(self, ids: list[int], seconds: float = 20.0) -> dict:
         """Wait for the final response of each id, and return [code, tokens] of every one, and how many there were."""
         began = time.monotonic()
@@ -134,6 +189,20 @@ class Rank:
         return {"finals": {each: [[final.code if final.error else "", [] if final.error else final.tokens()]
                                   for final in self.client.finals(each)] for each in ids},
                 "seconds": time.monotonic() - began, "complaints": self.client.complaints}
+
+    def wait_for_finals(self, count: int) -> dict:
+        """Wait for this many final responses."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and count > sum(
+                response.final for responses in list(self.client.responses.values()) for response in list(responses)):
+            time.sleep(0.002)
+        return {}
+
+    def wait_until_alive(self, count: int) -> dict:
+        deadline = time.monotonic() + 20
+        while self.manager.num_active_requests < count and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return {}
 
     def health(self) -> dict:
         return self.manager.health()

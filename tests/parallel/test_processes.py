@@ -227,7 +227,7 @@ def test_ranks_of_another_version_or_with_other_arguments_are_named(engine):
 @pytest.mark.parametrize("of_rank, says", [
     ({1: {"exclude_input": False}}, "the digest of the arguments"), ({2: {"frames": 9}}, "speaks version 9"),
     ({0: {"callbacks": False}}, "rank 0 has no get"), ({1: {"rank": 2}}, "two processes have rank 2"),
-    ({1: {"callbacks": True}}, "callbacks")], ids=str)
+    ({1: {"callbacks": True}}, "on ranks 0, 1 and None on ranks 2")], ids=str)
 def test_ranks_that_do_not_belong_together_all_raise(engine, of_rank, says):
     answers = engine.construct(3, of_rank=of_rank, connect_timeout_s=6.0)
     all_failed(answers, says, "rank 0", "speaks")
@@ -259,3 +259,109 @@ def test_a_killed_rank_ends_the_start_of_the_others(engine):
     answer = engine[2].ask("construct", rank=1, num_ranks=2, folder=str(engine.folder), fails="after")
     assert answer["error"] == "OSError"
     assert "no disk" in engine[0].answer()["text"]
+
+
+# ---------------------------------------------------------------------- callbacks on every rank
+
+STREAMS = [(5, [1, 2, 3], 9), (2**64 - 1, [4] * 6, 5), (7, [8, 9], 12)]
+
+
+def ends_alike(engine: Engine, count: int) -> list[dict]:
+    """Wait until every rank has a number of finals, end all, and return what each heard. Nothing is left."""
+    for process in engine.processes:
+        process.ask("wait_for_finals", count=count)
+    assert engine[0].ask("shutdown")["ended"]
+    for process in engine.others(0):
+        assert process.ask("wait")["state"] == "STOPPED"
+    heard = [process.ask("heard") for process in engine.processes]
+    assert all(each["complaints"] == [] for each in heard)
+    nothing_is_left(*engine.processes)
+    return heard
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_callbacks_on_every_rank_get_identical_responses_in_one_order(engine, num_ranks):
+    """C1 to C6: a server that broadcasts inside get, as that of the original, runs unchanged."""
+    engine.start(num_ranks, callbacks=True, broadcasts=str(engine.folder))
+    engine[0].ask("submit", requests=STREAMS + [(5, [1], 1), (8, [], 3)])
+    first, *others = ends_alike(engine, 5)
+    assert first["responses"][2**64 - 1][-1][1:] == [True, ""]
+    assert sorted(response[2][:10] for response in first["responses"][5] if response[2]) == ["[DUPLICATE"]
+    assert first["responses"][8][0][2].startswith("[INVALID_REQUEST]")
+    for other in others:
+        for what in ("responses", "sends", "stats", "asked"):
+            assert other[what] == first[what], what
+
+
+@pytest.mark.parametrize("raises", ["send", "poll"])
+def test_c15_a_callback_that_raises_is_contained_on_its_own_rank(engine, raises):
+    engine.start(2, callbacks=True, broadcasts=str(engine.folder), of_rank={1: {"client_raises": [raises]}})
+    engine[0].ask("submit", requests=STREAMS)
+    first, other = ends_alike(engine, 3)
+    assert other["responses"] == first["responses"]
+    assert other["failures"][raises] > 0 and first["failures"][raises] == 0
+
+
+@pytest.mark.parametrize("of_rank_1, refused", [
+    ([STREAMS[0], (7, [8, 8], 12)], {5: None, 7: "another one on rank 0"}),
+    ([STREAMS[0]], {5: None, 7: "missing on rank 1"}),
+    ([STREAMS[0], STREAMS[2], (9, [1], 2)], {5: None, 7: None, 9: "missing on rank 0"}),
+    ([STREAMS[2], STREAMS[0]], {5: "its place", 7: "its place"}),
+    ([], {5: "missing on rank 1", 7: "missing on rank 1"}),
+], ids=["another", "missing", "more", "reordered", "none"])
+def test_items_that_are_not_the_same_on_every_rank_are_refused_where_they_were_handed_over(engine, of_rank_1, refused):
+    of_rank_0 = [STREAMS[0], STREAMS[2]]
+    later = [(11, [3, 3], 4)]
+    engine.start(2, callbacks=True, of_rank={rank: {"arrivals": {3: items, 6: later}}
+                                             for rank, items in enumerate((of_rank_0, of_rank_1))})
+    for rank, items in enumerate((of_rank_0, of_rank_1)):
+        engine[rank].ask("wait_for_finals", count=len(items) + 1)
+        responses = engine[rank].ask("heard")["responses"]
+        assert sorted(responses) == sorted([each for each, _, _ in items] + [11])
+        for each, prompt, count in items:
+            (*_, (tensors, final, error)) = responses[each]
+            assert final
+            if refused[each] is None:
+                assert error == "" and dict(tensors)["output_ids"][0][0][:count] == ScriptedBackend.expected_tokens(
+                    prompt, count)
+            else:
+                assert error.startswith(f"[INVALID_REQUEST] request {each}: ")
+                assert refused[each] in error or refused[each].replace("0", "1") in error
+        assert responses[11][-1][1:] == [True, ""]
+    assert engine[0].ask("health")["state"] == "RUNNING"
+    ends_alike(engine, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_get_that_raises_on_one_rank_costs_the_items_of_that_call_alone(engine, rank):
+    engine.start(2, callbacks=True, arrivals={2: STREAMS}, of_rank={rank: {"client_raises": ["get"]}})
+    engine[1 - rank].ask("wait_for_finals", count=3)
+    responses = engine[1 - rank].ask("heard")["responses"]
+    assert all(f"missing on rank {rank}" in each[-1][2] for each in responses.values()) and len(responses) == 3
+    assert engine[rank].ask("heard")["responses"] == {}
+    ends_alike(engine, 0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_costs_one_final_each_on_every_rank_with_callbacks(engine, lost):
+    engine.start(3, callbacks=True, broadcasts=str(engine.folder), step_s=0.01)
+    engine[0].ask("submit", requests=[(number, [number + 1], 100) for number in range(3)])
+    for process in engine.processes:
+        process.ask("wait_until_alive", count=3)
+    engine[lost].send_signal(signal.SIGKILL)
+    for process in engine.others(lost):
+        finals = process.ask("finals", ids=[0, 1, 2])["finals"]
+        assert all([code for code, _ in ends] == ["ENGINE_FAILED"] for ends in finals.values()), finals
+    if lost:
+        assert engine[0].ask("until", state="FAILED")["state"] == "FAILED"
+        assert engine[0].ask("shutdown", drain=False)["ended"]
+    nothing_is_left(*engine.others(lost))
+
+
+def test_statistics_go_to_every_rank_with_a_callback_for_them(engine):
+    engine.start(3, of_rank={2: {"has_stats": True}})
+    ids = engine.submit(3, 5)
+    engine[0].ask("finals", ids=ids)
+    assert engine[0].ask("shutdown")["ended"] and engine[2].ask("wait")["ended"] and engine[1].ask("wait")["ended"]
+    first, second, third = [process.ask("heard")["stats"] for process in engine.processes]
+    assert third == first and len(first) > 3 and second == []
