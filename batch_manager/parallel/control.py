@@ -22,7 +22,7 @@ from .channel import VERSION, Channel, Kind, LostError
 from .ranks import Leader, Link, Ranks
 
 KEY_BYTES = 16
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 15          # more would be allocated anew at each call, by the kernel
 SECONDS_TO_HELLO = 10.0          # for a connection to show the key
 SECONDS_BETWEEN_LOOKS = 0.25
 _PORT = struct.Struct("<H")

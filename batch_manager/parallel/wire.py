@@ -12,6 +12,7 @@ marks the first chunk of a sequence.
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -94,6 +95,7 @@ _INTEGER, _NATURAL, _NUMBER, _COUNT = map(struct.Struct, ("<Bq", "<BQ", "<Bd", "
 _ARRAYS = [struct.Struct(f"<BBB{dimensions}I") for dimensions in range(MOST_DIMENSIONS + 1)]
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _CONSTANT_BYTES = {id(constant): bytes([index]) for index, constant in enumerate(CONSTANTS)}
+_CONTENT = {cls: attrgetter(*[field.name for field in its]) for cls, its in FIELDS.items() if its}
 _CLASS_BYTES = {cls: bytes([FIRST_CLASS + index]) for index, cls in enumerate(CLASSES)}
 
 
@@ -129,8 +131,11 @@ def _put(value: Any, add: Callable[[bytes], None], depth: int) -> None:
             _put(item, add, depth + 1)
     elif kind in FIELDS:
         add(_CLASS_BYTES[kind])
-        for field in FIELDS[kind]:
-            _put(getattr(value, field.name), add, depth + 1)
+        for content in _CONTENT[kind](value) if FIELDS[kind] else ():
+            if type(content) is int and -1 << 63 <= content < 1 << 63:    # most fields
+                add(_INTEGER.pack(INTEGER, content))
+            else:
+                _put(content, add, depth + 1)
     elif kind is str or kind is bytes:
         content = value.encode("utf-8", "surrogatepass") if kind is str else value
         if len(content) > MOST_BYTES:
@@ -221,8 +226,12 @@ def _get_object(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     cls, at = CLASSES[index], at + 1
     if cls in WITHOUT_FIELDS:
         return WITHOUT_FIELDS[cls], at
-    values = []
+    values, integer = [], _INTEGER.unpack_from
     for field in FIELDS[cls]:
-        value, at = _get(data, at, depth + 1, field, field.kinds)
-        values.append(value)
+        if data[at] == INTEGER and INTEGER in field.kinds:
+            values.append(integer(data, at)[1])
+            at += 9
+        else:
+            value, at = _get(data, at, depth + 1, field, field.kinds)
+            values.append(value)
     return cls(*values), at

@@ -294,8 +294,8 @@ class Starting:
     def __init__(self) -> None:
         pairs = {rank: MemoryTransport.pair() for rank in (1, 2)}
         ends = {rank: (Channel(mine, 1.0), Channel(theirs, 1.0)) for rank, (mine, theirs) in pairs.items()}
-        self.leader = Leader({rank: mine for rank, (mine, _) in ends.items()}, self._wait, 1.0)
-        self.links = [Link(rank, 3, theirs, self._wait, 1.0) for rank, (_, theirs) in ends.items()]
+        self.leader = Leader({rank: mine for rank, (mine, _) in ends.items()}, self._wait, 1e6)
+        self.links = [Link(rank, 3, theirs, self._wait, 1e6) for rank, (_, theirs) in ends.items()]
 
     @staticmethod
     def _wait(seconds, ranks):
