@@ -31,7 +31,6 @@ from batch_manager.parallel.leading import LeadingBackend
 from batch_manager.parallel.wire import pack
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.host_bench import WARM_UP_ITERATIONS, Setting, Stopwatch, make_loop
-from batch_manager.tools.workload import at_least, within
 from tests.parallel.rank_program import FolderRendezvous, Rank
 
 HOST = "127.0.0.1"
@@ -136,10 +135,10 @@ def idle_cost(processes: Any, num_ranks: int, seconds: float) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("python -m tests.benchmarks.rank_control", description=__doc__)
-    parser.add_argument("--batch", type=within(1, 1024), default=256)
-    parser.add_argument("--iterations", type=at_least(1), default=300)
-    parser.add_argument("--ranks", type=within(2, 16), default=2)
-    parser.add_argument("--idle-ranks", type=within(2, 16), default=4)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--idle-ranks", type=int, default=4)
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     options = parser.parse_args(argv)
     processes = multiprocessing.get_context("spawn")
