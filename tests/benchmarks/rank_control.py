@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ TIMEOUTS = {"host": HOST, "rank_timeout_s": 30.0, "connect_timeout_s": 60.0}
 
 class NoBackend:
     """The backend of another rank, in which a step does nothing."""
+
+    info = SimpleNamespace(is_asynchronous=False)
 
     def start(self, batch: Any) -> "NoBackend":
         return self
