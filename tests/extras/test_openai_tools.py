@@ -188,6 +188,20 @@ def test_a_response_format_holds_after_reasoning(folder):
     run(test, '<think>Hm.</think>\n{"a": 1}', folder)
 
 
+def test_a_response_format_holds_the_answer_beside_tools(folder):
+    async def test(service, caller):
+        body = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+        for question, expected in (("Rain?", None), ("Why?", {"a": 1})):
+            (choice,) = (await whole(service, **body, messages=[{"role": "user", "content": question}]))["choices"]
+            message = choice["message"]
+            if expected is None:
+                assert called(message) == [("get_weather", {"city": "Bath"})] and message["content"] is None
+            else:
+                assert json.loads(message["content"]) == expected and "tool_calls" not in message
+
+    run(test, lambda prompt: call(city="Bath") if "Rain?" in prompt else '{"a": 1}', folder)
+
+
 def test_formats_are_named_by_options_and_unknown_ones_are_refused(folder, tmp_path):
     async def test(service, caller):
         (choice,) = (await whole(service, tools=[WEATHER]))["choices"]

@@ -71,7 +71,7 @@ State = Until | Start | Envelope | Arguments
 
 
 class Written(NamedTuple):
-    """How a grammar writes calls in a format.
+    """How a grammar writes calls in a format. The character `␣` stands for a blank that may be left out.
 
     trigger     text with which every call begins
     begin       text of a call up to its arguments, with {name}
@@ -223,7 +223,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (
         "open": Start(_marks(("[", "list"), ("{", "call")), otherwise="broken"),
         "list": Start(_marks(("{", "call"), ("]", "text")), skip=" \t\r\n,"),
         "call": Envelope("list"),
-    }, Written("[TOOL_CALLS]", '{"name": "{name}", "arguments": ', "}", between=", ", before="[TOOL_CALLS] [",
+    }, Written("[TOOL_CALLS]", '{"name": "{name}", "arguments": ', "}", between=", ", before="[TOOL_CALLS]␣[",
                after="]"),
         seen_in=(("[TOOL_CALLS]",),), not_in=("[ARGS]",), id_length=9),
     Format("mistral_args", {

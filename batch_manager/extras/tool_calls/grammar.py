@@ -15,7 +15,7 @@ from .parser import resolved, types_of
 
 MOST_NAMES_OF_FIELDS = re.compile(r"[^\W\d]\w*")    # a key that every format can write without quotes
 _EMPTY = '""'
-_BLANK = "\u2423"      # in a text of the table: a blank may stand here
+_BLANK = "␣"            # in a text of the table: a blank may stand here
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Keywords of a schema that do not restrict a string.
 _SAYS_NOTHING = {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -192,7 +192,7 @@ class CallGrammar:
     def _literal(self, text: str) -> str:
         pieces = []
         for number, piece in enumerate(text.split(_BLANK)):
-            pieces += ['/[ \\n]?/'] if number else []
+            pieces += ['" "?'] if number else []
             pieces += [f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in self._parts(piece)]
         return " ".join(pieces)
 
