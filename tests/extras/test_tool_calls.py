@@ -20,7 +20,7 @@ from batch_manager.extras.tool_calls import (
 from batch_manager.extras.tool_calls.formats import with_reasoning
 from tests.extras import tool_call_texts as texts
 
-SEEDS = 30
+SEEDS = 20
 
 
 def called(events):
