@@ -93,7 +93,8 @@ class ParallelConfig:
                              not read, and a local_rank of None is the rank
     leader                   "host:port" at which the ranks meet, on the machine of rank 0; None:
                              $MASTER_ADDR:$MASTER_PORT
-    device_ids               number of the GPU of each local rank; None: the local rank is that number
+    device_ids               number of the GPU of each local rank; None: the local rank is that number. With one rank,
+                             `device` names the GPU
     collectives              "nccl" or "gloo"; None: "nccl" on GPUs, "gloo" on CPUs
     rank_timeout_s           a rank that is silent for this many seconds counts as lost, and the engine ends
     connect_timeout_s        seconds within which all ranks must have come up

@@ -77,6 +77,10 @@ class GptManager:
     ManagerClosedError while the interpreter exits. An interrupt of the constructor, such as Ctrl-C, interrupts the
     loading and is raised once the loading has stopped.
 
+    With `parallel_config`, each rank constructs a manager with equal arguments. The ranks other than 0 either pass
+    their callbacks, which are then called with the same requests and responses, or None for get and send.
+    `ParallelConfig` and docs/ranks.md have the rest.
+
     Dropping the last reference to a manager ends it, like `shutdown(drain=False)`. The worker refers to the callbacks.
     If the callbacks are methods of an object that refers to the manager, object and manager live until `shutdown`.
     """
@@ -87,8 +91,8 @@ class GptManager:
         model_type: TrtGptModelType = _REQUIRED,
         max_beam_width: int = _REQUIRED,
         scheduler_policy: SchedulerPolicy = _REQUIRED,
-        get_inference_requests_cb: GetInferenceRequestsCallback = _REQUIRED,
-        send_response_cb: SendResponseCallback = _REQUIRED,
+        get_inference_requests_cb: GetInferenceRequestsCallback | None = _REQUIRED,
+        send_response_cb: SendResponseCallback | None = _REQUIRED,
         poll_stop_signal_cb: PollStopSignalCallback | None = None,
         return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
         optional_params: TrtGptModelOptionalParams | None = _DEFAULT_PARAMS,

@@ -1,8 +1,10 @@
-"""C27: programs of several ranks, started as users start them: the page's, and OpenAI's server."""
+"""C27: programs of several ranks, started as users start them: the example, the page's, a ported server, OpenAI's."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +14,29 @@ import pytest
 
 pytest.importorskip("torch")
 
+from batch_manager import KvCacheConfig  # noqa: E402
+from tests.parallel.ported_server import MODEL, PROMPTS  # noqa: E402
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def of_launchers(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+
+
+def test_the_example_prints_the_same_text_on_both_ranks():
+    ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                          "examples/two_ranks.py"], cwd=REPOSITORY, env=of_launchers(), capture_output=True, text=True,
+                         timeout=120)
+    lines = sorted(line for line in ran.stdout.splitlines() if line.startswith("rank "))
+    assert ran.returncode == 0 and len(lines) == 4, ran.stdout + ran.stderr
+    assert [line.removeprefix("rank 0 ") for line in lines[:2]] == [line.removeprefix("rank 1 ") for line in lines[2:]]
+    assert all(re.match(r"rank \d \[\d\] '.{40,}'", line) for line in lines)
 
 
 def test_the_program_of_the_page_starts_its_ranks(tmp_path):
@@ -27,6 +46,27 @@ def test_the_program_of_the_page_starts_its_ranks(tmp_path):
     ran = subprocess.run([sys.executable, str(program)], cwd=REPOSITORY, env=of_launchers(), capture_output=True,
                          text=True, timeout=120)
     assert ran.returncode == 0 and len(ran.stdout) > 40, ran.stdout + ran.stderr
+
+
+def test_a_ported_server_with_a_broadcast_of_its_own_inside_get_runs_unchanged(make_manager, new_client, new_request):
+    port = free_port()
+    processes = [subprocess.Popen(
+        [sys.executable, "-m", "tests.parallel.ported_server", str(port)], cwd=REPOSITORY, stdout=subprocess.PIPE,
+        text=True, env=of_launchers(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE="2")) for rank in range(2)]
+    try:
+        printed = [[json.loads(line) for line in process.communicate(timeout=120)[0].splitlines()]
+                   for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [line[1:] for line in printed[0]] == [line[1:] for line in printed[1]] and printed[1][0][0] == 1
+    client = new_client()
+    client.pending += [new_request(number, prompt, 12) for number, prompt in enumerate(PROMPTS)]
+    make_manager(client, model_path=MODEL, device="cpu", num_threads=1, kv_cache_config=KvCacheConfig(max_tokens=1024))
+    client.wait_for_finals(*range(len(PROMPTS)))
+    assert {number: tokens for _, number, tokens, _ in printed[0]} == {
+        number: client.final(number).tokens() for number in range(len(PROMPTS))}
 
 
 def processes_of_ranks(parent: int) -> dict[int, int]:
