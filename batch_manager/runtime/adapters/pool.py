@@ -162,9 +162,11 @@ class LoraPool:
                 own[:, start : start + size] = values / scale**0.5
             ranks[projection.index] = 1 + projection.index % len(key)
         self._keep(key, ranks)
-        yield key
-        own.zero_()
-        del self._loaded[key]
+        try:
+            yield key
+        finally:
+            own.zero_()
+            del self._loaded[key]
 
     def _keep(self, key: tuple[int, ...], ranks: np.ndarray) -> None:
         self._loaded[key] = Loaded.of(key, ranks)

@@ -127,11 +127,14 @@ class LoraPort:
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Context manager: the sequence in slot 0 has a made-up adapter."""
-        with self.pool.made_up() as self._slots.adapters[0]:
-            self._slots.features[0] |= ADAPTER
-            yield
-            self._slots.features[0] &= ~ADAPTER
-        del self._slots.adapters[0]
+        slots = self._slots
+        with self.pool.made_up() as slots.adapters[0]:
+            slots.features[0] |= ADAPTER
+            try:
+                yield
+            finally:
+                slots.features[0] &= ~ADAPTER
+                del slots.adapters[0]
 
     @contextmanager
     def active(self) -> Iterator[None]:
