@@ -32,6 +32,8 @@ ALLOWED: dict[str | tuple[str, str], str] = {
     ("batch_manager/decoding/logits_return.py", "context_logits"):
         "the logits of a prompt may be too large for the device, which computes and returns them in pieces",
     ("batch_manager/decoding/decoder.py", "GptDecoder.sample_largest"): "for compiled steps, which run on a CPU",
+    **dict.fromkeys([("batch_manager/runtime/ranks/backend.py", name) for name in ("RunLayers.finish", "input_tokens")],
+                    "ranks run each step after the one before was read, and rank 0 sends its tokens to the others"),
     **dict.fromkeys(["batch_manager/attention/torch_paged.py", "batch_manager/attention/torch_fixed_tiles.py"],
                     "for a CPU; on a GPU it replaces the kernels only if triton is not installed"),
 }
