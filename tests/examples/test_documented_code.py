@@ -22,6 +22,8 @@ RUN_BY = {
         "tests/examples/test_forty_lines.py runs the example, which is this block",
     "from batch_manager.extras.llm import LLM": "tests/extras/test_llm.py runs the README's",
     "import sys": "tests/parallel/test_programs.py",
+    'info = manager.load_adapter(7, "path/to/peft_folder")     # or {"lora_weights": ..., "lora_config": ...}':
+        "tests/models/test_adapters.py, tests/contract/test_adapters.py",
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
     "import asyncio": "here",
     "from batch_manager.extras.async_llm import AsyncLLM": "here",
