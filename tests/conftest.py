@@ -42,6 +42,7 @@ LONGEST_FILES = (
     "runtime/test_recorded_steps.py",
     "interleaving/test_interleavings.py",
     "deterministic/test_differential.py",
+    "models/test_adapters.py",
     "compiled/test_products.py",
     "runtime/test_attention_windows.py",
     "attention/test_torch_paged.py",

@@ -89,7 +89,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                   1 if part is None else part.place.num_ranks)
     absent = wanted_forms(asked)
     peft = params.peft_cache_config
-    port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic)
+    port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic,
+                                                 device)
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
                    part=part)
     spec = loaded.spec

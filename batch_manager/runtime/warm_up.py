@@ -1,7 +1,7 @@
 """Runs steps of each kind before the first request, so that no kernel is compiled while requests wait."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -38,6 +38,7 @@ def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] 
     The sequences are:
         one with all features
         one that is sampled, without other features
+        with adapters: one that has a made-up adapter
         one without features, whose context and generation steps are long enough for attention to split them
         if max_beam_width > 1: one with 2 beams, one with 4, one with 8 and so on, and one with max_beam_width beams
 
@@ -63,7 +64,11 @@ def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] 
             beams = SlotSetup(SamplingConfig(beam_width=width), max_new_tokens=2, prompt_length=1)
             sequences.append((width, beams, 0, 1))
     run = start_on_ranks or partial(launch, parts, forms)
-    with _naming_stages(parts, own_stages):
+    with _naming_stages(parts, own_stages), ExitStack() as adapters:
+        if parts.adapters is not None:
+            pages = adapters.enter_context(parts.adapters.pool.made_up())
+            # The first, because the slot keeps the bit until the next sequence.
+            sequences.insert(0, (1, SlotSetup(prompt_length=1, adapter_pages=pages), 0, 1))
         for width, setup, start, num_cached in sequences:
             # All pages of a long sequence are block 0: its values only have to be finite.
             num_pages = max(start, num_cached) // parts.tokens_per_block + 1

@@ -30,10 +30,12 @@ class WithAdapters(Driver):
     """A Driver whose sequences have adapters, in pages that lie apart. The content of other pages is NaN.
 
     contents   sequence -> content; several sequences may have the same one
+    kernels    compute as on a GPU, with the oracles of the two kernels
     """
 
-    def __init__(self, path, contents, *, wanted=None, dtype="float32", compiled=False, **options):
+    def __init__(self, path, contents, *, wanted=None, dtype="float32", compiled=False, kernels=False, **options):
         port = LoraPort(wanted)
+        port.uses_kernels = kernels
         split = {"split": options.pop("split")} if "split" in options else {}
         loaded = load_model(path, device="cpu", dtype=dtype, adapters=port, compiled_step=compiled, **split)
         self.port, slots = port, SlotState(16, torch.device("cpu"))
@@ -55,7 +57,7 @@ class WithAdapters(Driver):
     def forward(self, step, hidden):
         if self.compiled:
             return super().forward(step, hidden)
-        self.port.plan(step)
+        self.port.receive([torch.from_numpy(array) for array in self.port.plan(step)])
         with self.port.active():
             return super().forward(step, hidden)
 
@@ -129,6 +131,15 @@ def stacked(parts):
         b[row : row + len(part.b), column : column + part.size] = part.b
         row, column = row + len(part.b), column + part.size
     return AdapterPart("attn_qkv", order[0].layer, np.concatenate([part.a for part in order]), b)
+
+
+def test_the_kernels_of_a_gpu(reference):
+    model, folder = reference("Qwen2")
+    contents = {index: content_of(with_adapter(model, index)[1]) for index in (0, 2)}
+    contents[3] = contents[0]
+    sequences, logits = WithAdapters(folder, contents).generate(PROMPTS, 3, chunk=16)
+    found = WithAdapters(folder, contents, kernels=True).generate(PROMPTS, 3, chunk=16)
+    assert found[0] == sequences and (found[1] - logits).abs().max() < 1e-4
 
 
 def test_rows_without_an_adapter_keep_their_bits(reference):

@@ -14,6 +14,7 @@ from ...triton_kernels.cpu.large_pages import allocate
 from ..device.running import is_out_of_memory, pinned
 
 MADE_UP_RANKS = 3
+ROWS, RANKS = 16, 16               # of a tile of the kernels lora_shrink and lora_expand_add
 ALIGNED = 32                       # entries to which offsets in a page are rounded up; the rest is zeros
 
 

@@ -12,7 +12,7 @@ from ...attention.interface import PackedStep
 from ...decoding.slots import ADAPTER, SlotState
 from ...triton_kernels import dispatch
 from ...weights.matrices import WHOLE_MATRIX, Share, rows_of_parts
-from .pool import ALIGNED, Loaded, LoraPool, Place, Projection
+from .pool import ALIGNED, RANKS, ROWS, Loaded, LoraPool, Place, Projection
 
 
 class Segment(NamedTuple):
@@ -32,12 +32,18 @@ class LoraPort:
     wanted             names of the modules that adapters may change; None: all
     max_adapter_size   largest rank of an adapter
     deterministic      make the output of a row independent of the other rows, to the bit
+    device             device of the layers
+
+    uses_kernels       whether a layer launches the two kernels for all adapters of a step; otherwise, products in torch
+                       for each segment
+    sent               tiles, pages and ranks of the running forward's adapters, as the kernels take them
     """
 
-    def __init__(self, wanted: Sequence[str] | None = None, max_adapter_size: int = 64, deterministic: bool = False
-                 ) -> None:
+    def __init__(self, wanted: Sequence[str] | None = None, max_adapter_size: int = 64, deterministic: bool = False,
+                 device: torch.device | str = "cpu") -> None:
         self._wanted = None if wanted is None else {*wanted, *(SEPARATE_ATTENTION if "attn_qkv" in wanted else ())}
-        self.max_adapter_size, self.deterministic = max_adapter_size, deterministic
+        self.max_adapter_size, self.deterministic, self.device = max_adapter_size, deterministic, torch.device(device)
+        self.uses_kernels, self.sent = dispatch.use_triton(self.device), ()
         self.projections: list[Projection] = []
         self.entries = 0                                   # of a page
         self._sizes: dict[str, dict[int, tuple[int, int]]] = {}
@@ -101,12 +107,30 @@ class LoraPort:
             first_output, first_row = first_output + size, first_row + whole
         return LoraModule(self, own) if own else None
 
-    def plan(self, step: PackedStep) -> None:
-        """Find the adapters of the step's rows. Raises KeyError if an adapter is not on the device."""
+    @property
+    def num_planned(self) -> int:
+        """Number of arrays that the newest `plan` returned."""
+        return 3 * (self.uses_kernels and bool(self._planned))
+
+    def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
+        """Find the adapters of the step's rows, and return the arrays that the kernels read.
+
+        Raises KeyError if an adapter is not on the device.
+        """
         self._planned = self.segments_of(step)
+        if not self.num_planned:
+            return ()
+        adapters = list({id(segment.adapter): segment.adapter for segment in self._planned}.values())
+        number = {id(adapter): index for index, adapter in enumerate(adapters)}
+        tiles = [(first, min(first + ROWS, segment.end), number[id(segment.adapter)]) for segment in self._planned
+                 for first in range(segment.first, segment.end, ROWS)]
+        pages = np.zeros((len(adapters), _multiple(max(len(adapter.pages) for adapter in adapters), RANKS)), np.int32)
+        for row, adapter in zip(pages, adapters):
+            row[: len(adapter.pages)] = adapter.pages
+        return [np.array(tiles, np.int32), pages, np.stack([adapter.ranks for adapter in adapters])]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        """There is nothing to upload: products are launched for each segment."""
+        self.sent = tuple(tensors)
 
     def segments_of(self, step: PackedStep) -> list[Segment]:
         """Return the segments of the step's rows that have an adapter, in order."""
@@ -144,6 +168,7 @@ class LoraPort:
             yield
         finally:
             self.segments = self._planned = []
+            self.sent = ()
 
 
 class LoraModule:
@@ -154,9 +179,20 @@ class LoraModule:
 
     def __init__(self, port: LoraPort, projections: Sequence[Projection]) -> None:
         self.port, self.projections = port, projections
+        outputs = [(projection.first_output, projection.out_size) for projection in projections]
+        self._outputs = (max(size for _, size in outputs),
+                         all(number % ALIGNED == 0 for each in outputs for number in each))
+        self._table = torch.tensor([(projection.index, projection.a // ALIGNED, projection.b // ALIGNED, *each)
+                                    for projection, each in zip(projections, outputs)], dtype=torch.int32,
+                                   device=port.device)
 
     def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add B (A x) of each row's adapter to y [T, outputs of the `Linear`]. Rows without one are not touched."""
+        if self.port.sent:
+            of_step, pages = (*self.port.sent, self._table), self.port.pool.pages
+            shrunk = dispatch.kernel("lora_shrink", x.device)(x, pages, *of_step)
+            dispatch.kernel("lora_expand_add", x.device)(y, shrunk, pages, *of_step, *self._outputs)
+            return
         for first, end, adapter in self.port.segments:
             for projection in self.projections:
                 rank = int(adapter.ranks[projection.index])
@@ -188,4 +224,8 @@ def _slice(part: range | None) -> slice:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+    return _multiple(size, ALIGNED)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

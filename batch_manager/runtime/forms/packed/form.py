@@ -59,16 +59,17 @@ class LayersForward:
         self._port, self.adapts = port, port is not None
 
     def plan(self, call: ModelCall) -> Sequence[np.ndarray]:
-        if self._port is not None:
-            self._port.plan(call.step)
-        return self._attention.plan(call.step) or ()
+        planned = self._attention.plan(call.step) or ()
+        return planned if self._port is None else [*planned, *self._port.plan(call.step)]
 
     def run(self, call: ModelCall, hidden: torch.Tensor, positions: torch.Tensor, tensors: Sequence[torch.Tensor]
             ) -> torch.Tensor:
-        if tensors:
-            self._attention.receive(tensors)
+        own = len(tensors) - (0 if self._port is None else self._port.num_planned)
+        if own:
+            self._attention.receive(tensors[:own])
         if self._port is None:
             return self._model.forward(hidden, positions, self._attention)
+        self._port.receive(tensors[own:])
         with self._port.active():
             return self._model.forward(hidden, positions, self._attention)
 
