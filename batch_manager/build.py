@@ -3,7 +3,8 @@
 Only this file imports every concrete class.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -65,12 +66,14 @@ class Meeting:
     ranks   the channels to the others
     store   torch's store, for the groups of the ranks
     wake    what wakes the thread of another rank than 0; None on rank 0
+    undo    what to call, besides closing the backend, if the start fails
     """
 
     place: Place
     ranks: Leader | Link
     store: Any
     wake: WakeUpPipe | None = None
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     config = arguments.optional_params.parallel_config
     if config is None or config.num_ranks == 1:
         return build_loop(arguments, callbacks, parts, heartbeat)
-    settle(arguments, parts)
+    arguments = settle(arguments, parts)
     meeting = meet(place_of(config), config)
     ranks, loading = meeting.ranks, current_loading()
     if loading is not None:
@@ -114,6 +117,8 @@ def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     except BaseException:
         if backend is not None:
             close_unused(backend)
+        for undo in meeting.undo:
+            undo()
         if meeting.wake is not None:
             meeting.wake.close()
         raise
@@ -329,8 +334,10 @@ def _part_of(meeting: Meeting, params: TrtGptModelOptionalParams) -> "RankPart":
 
     place, config = meeting.place, params.parallel_config
     assert config is not None
-    return RankPart(place=place, config=config, exchange=Exchange(place, in_rank_order=params.deterministic),
-                    agree=meeting.ranks.exchange, store=meeting.store, address=own_address(place.host, place.port))
+    exchange = Exchange(place, in_rank_order=params.deterministic, most_sends=2 * place.pipeline_parallel_size)
+    meeting.undo.append(exchange.close)                # once the other ranks know why
+    return RankPart(place=place, config=config, exchange=exchange, agree=meeting.ranks.exchange, store=meeting.store,
+                    address=own_address(place.host, place.port))
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -222,7 +222,8 @@ class TrtGptModelOptionalParams:
     max_batch_size              requests in one step
     max_num_tokens              tokens in one step, over all its requests
     max_seq_len                 prompt plus generated tokens of one request; None: the model's max_position_embeddings
-    max_num_sequences           requests active at a time; None: max_batch_size; -1: unbounded
+    max_num_sequences           requests active at a time; None: max_batch_size, times the number of pipeline stages;
+                                -1: unbounded
     device                      "cuda", "cuda:1", "cpu"; None: "cuda" if there is a GPU, else "cpu"
     dtype                       "auto": the checkpoint's dtype on a GPU, float32 on a CPU; or a dtype by name
     load_format                 "auto": safetensors; "dummy": seeded random weights, config.json is enough

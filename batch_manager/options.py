@@ -62,6 +62,10 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
     """
     if (config := arguments.optional_params.parallel_config) is not None and config.num_ranks > 1:
         _check_ranks(arguments, parts, config)
+        params, stages = arguments.optional_params, config.pipeline_parallel_size
+        if params.max_num_sequences is None and stages > 1:            # so that each stage has a batch
+            params = replace(params, max_num_sequences=params.max_batch_size * stages)
+            arguments = replace(arguments, optional_params=params)
     if parts.backend is None:    # known before the model is loaded
         _check_drafts(arguments, 0, "the package's backend", "in a Parts.backend")
     if not arguments.is_static:
@@ -175,6 +179,8 @@ def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:
                           "expected a step that can hold a token of a sequence and all its drafts",
                           "lower max_draft_tokens or raise max_num_tokens")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
+    if params.parallel_config is not None:
+        num_micro_batches *= params.parallel_config.pipeline_parallel_size
     return Limits(
         max_batch_size=params.max_batch_size,
         # max_batch_size alone bounds a padded step

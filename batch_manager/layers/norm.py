@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..triton_kernels import dispatch
+from ..triton_kernels.cpu.fixed_pieces import elementwise, row_by_row
 from ..weights.source import Shape, Weights
 from .context import ONE_PROCESS, LayerContext, Split
 from .recording import Rows
@@ -28,6 +30,10 @@ class RmsNorm:
         self.epsilon, self.weight_offset = epsilon, weight_offset
         self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
         if processes.size > 1:
+            if context.deterministic and context.device.type != "cpu":
+                raise ConfigError(f"deterministic is True, and {name} norms rows over {processes.size} GPUs",
+                                  "on GPUs the bits of such a sum depend on the number of rows",
+                                  "leave deterministic out, or use one GPU")
             self._norm = partial(_norm_of_parts, processes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,10 +46,15 @@ class RmsNorm:
 
 def _norm_of_parts(processes: Split, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float,
                    deterministic: bool) -> torch.Tensor:
-    wide = x.float()
-    squares = processes.sum(wide.square().sum(-1, keepdim=True))       # of a copied part: once for each copy
-    factor = torch.rsqrt(squares / (x.shape[-1] * processes.size) + epsilon)
+    wide, in_pieces = x.float(), deterministic and x.device.type == "cpu"
+    squares = processes.sum(row_by_row(_squared, wide) if in_pieces else _squared(wide))
+    means = squares / (x.shape[-1] * processes.size) + epsilon        # a copied part counts once for each copy
+    factor = elementwise(torch.rsqrt, means) if in_pieces else torch.rsqrt(means)
     return (wide * factor * (weight_offset + weight.float())).to(x.dtype)
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum(-1, keepdim=True)
 
 
 class HeadNorms:

@@ -190,6 +190,8 @@ class Follower:
             self._report(number, lost)
             raise
         self._running.append((number, pending, error))
+        if not self.backend.info.is_asynchronous:      # rank 0 may wait for it before it takes part in the next step
+            self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         number, pending, error = self._running.popleft()

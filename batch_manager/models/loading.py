@@ -86,9 +86,6 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     if split.size > 1 and not is_shipped(spec.architecture, model_class):
         raise ConfigError(f"the model is split over {split.size} processes, and its class is {model_class.__name__}",
                           "expected a model class of this package", "use one process")
-    if split.size > 1 and deterministic:               # bits of a sum over processes are not tested
-        raise ConfigError(f"deterministic is True, and the model is split over {split.size} processes",
-                          "expected one process", "leave deterministic out")
     spec = spec.share(split)
     if deterministic and implementation == TRANSFORMERS:
         raise ConfigError(f"deterministic is True, but the transformers library computes {spec.architecture}",

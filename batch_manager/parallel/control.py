@@ -39,6 +39,8 @@ class Rendezvous(Protocol):
         """Wait for the value. Raises TimeoutError, or the error of the store, if it does not come."""
         ...
 
+    def delete(self, name: str) -> None: ...
+
 
 class SocketTransport:
     """A connected TCP socket as a channel.Transport."""
@@ -163,7 +165,10 @@ def lead(rendezvous: Rendezvous, num_ranks: int, *, host: str, rank_timeout_s: f
     key = token_bytes(KEY_BYTES)
     with _listening(host) as listener:
         rendezvous.set(_ADDRESS, _PORT.pack(listener.getsockname()[1]) + key)
-        joined = _accept_all(listener, key, num_ranks, rank_timeout_s, connect_timeout_s, check)
+        try:
+            joined = _accept_all(listener, key, num_ranks, rank_timeout_s, connect_timeout_s, check)
+        finally:
+            rendezvous.delete(_ADDRESS)                # the store may outlive this process, as torchrun's does
     transports = {rank: transport for rank, (transport, _) in sorted(joined.items())}
     leader = Leader({rank: channel for rank, (_, channel) in sorted(joined.items())}, SocketWait(transports),
                     rank_timeout_s)

@@ -83,12 +83,24 @@ class Ranks:
         try:
             yield
         except BaseException as error:
+            if is_a(error, DeviceLostError):           # the rank that failed says why
+                self._read_reason()
             if self._failure is None:
                 self._note_failure(self.rank, error.fact if is_a(error, BatchManagerError) and not error.expectation
                                    else text_of(error) if is_a(error, Exception) else f"raised {type_name(error)}")
             self.close("the start failed")
+            if is_a(error, DeviceLostError) and self._failure is not None:
+                raise self._failure from error
             raise
         self.is_starting = False
+
+    def _read_reason(self) -> None:
+        """Read what the others send until one has failed, for up to SECONDS_TO_CLOSE."""
+        for _ in range(WAITS_TO_CLOSE):
+            if self._failure is not None or self.lost is not None:
+                return
+            with self._reading:
+                self._receive(self._wait(SECONDS_TO_CLOSE / WAITS_TO_CLOSE, self._channels))
 
     def exchange(self, phase: str, value: Any = None) -> list[Any]:
         """Return the values of all ranks, by rank. Every rank calls this for the same phases in the same order.
@@ -224,7 +236,7 @@ class Leader(Ranks):
 
     def __init__(self, channels: Mapping[int, Channel], wait: Wait, rank_timeout_s: float) -> None:
         super().__init__(0, channels, wait, rank_timeout_s)
-        self._num_steps = 0
+        self._num_steps = self.slowest_rank = 0
         self._running: dict[int, set[int]] = {}        # number of a step -> ranks that have not done it
         self._errors: dict[int, list[tuple[int, Any]]] = {}
         self._answers: dict[int, deque[Any]] = {other: deque() for other in channels}
@@ -275,6 +287,10 @@ class Leader(Ranks):
         """
         with self._reading:
             running = self._running[number]
+            if running:
+                self._receive(self._channels)
+            if not running:
+                self.slowest_rank = 0
             while running:
                 self.check()
                 self._receive(self._wait(self.beat_s, self._channels))
@@ -313,6 +329,8 @@ class Leader(Ranks):
                 name, is_out_of_memory, is_lost = error
                 self._errors.setdefault(number, []).append((other, (str(name), bool(is_out_of_memory), bool(is_lost))))
             self._running[number].remove(other)
+            if not self._running[number]:
+                self.slowest_rank = other
         elif kind is Kind.ASK:
             self._answers[other].append(value)
         elif kind is Kind.END:

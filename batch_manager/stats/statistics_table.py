@@ -98,6 +98,14 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
         ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
         ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"))),
+    Statistic("World Size", "ranks", NOW, "that run the model together; absent for one process", always=False),
+    Statistic("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer", always=False),
+    Statistic("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided", always=False),
+    Statistic("Control Time Microseconds", "microseconds", ITERATION,
+              "sending steps to the other ranks, and waiting for their ends", always=False),
+    Statistic("Collective Wait Microseconds", "microseconds", ITERATION,
+              "that rank 0 waited for others inside steps", always=False),
+    Statistic("Slowest Rank", "number", ITERATION, "the last to end the newest step that was read", always=False),
     *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
       for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)

@@ -18,7 +18,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.arguments import Callbacks, EngineArguments
-from batch_manager.build import build_loop
+from batch_manager.build import build_rank
 from batch_manager.kv.audit import audit
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -34,7 +34,7 @@ def scripted(backend: Any = None) -> Any:
     return ScriptedBackend(**(backend or {})) if backend is None or isinstance(backend, dict) else backend
 
 
-def _values(params: TrtGptModelOptionalParams | None,
+def engine_arguments(params: TrtGptModelOptionalParams | None = None,
             policy: SchedulerPolicy = SchedulerPolicy.MAX_UTILIZATION,
             model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching, max_beam_width: int = 1,
             terminate_req_id: int | None = None, max_draft_tokens: int = 0, exclude_input: bool = False,
@@ -66,7 +66,7 @@ def make_loop(client: Client, *, model_path: Any = None, backend: Any = None, cl
     parts = {"clock": VirtualClock() if clock is None else clock, **(parts or {})}
     if model_path is None:
         parts = {"backend": scripted(backend), **parts}
-    loop = build_loop(EngineArguments(model_path=model_path, **_values(params, **options)),
+    loop = build_rank(EngineArguments(model_path=model_path, **engine_arguments(params, **options)),
                       Callbacks(**client.callbacks()), Parts(**parts), heartbeat)
     if as_arrays:
         loop.deliveries._to_tensor = None
@@ -83,7 +83,7 @@ def make_manager(client: Client, *, model_path: Any = None, backend: Any = None,
     """
     if model_path is None:
         parts = {**(parts or {}), "backend": scripted(backend)}
-    manager = GptManager(model_path, **_values(params, **options) | client.callbacks()
+    manager = GptManager(model_path, **engine_arguments(params, **options) | client.callbacks()
                          | {"parts": Parts(**(parts or {}))} | (manager_options or {}))
     if as_arrays:
         manager._loop.deliveries._to_tensor = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -12,14 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from batch_manager import ConfigError, ErrorCode, FinishReason, InferenceRequest, KvCacheConfig
+from batch_manager import (
+    ConfigError,
+    ErrorCode,
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ParallelConfig,
+    build,
+)
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
 from batch_manager.requests.adapter_content import read_adapter
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.harness.adapters import random_content, tensors_of
 from tests.harness.client import ArrivingClient
-from tests.harness.world import make_loop
+from tests.harness.world import engine_arguments, make_loop
 
 from .features import FEATURES
 from .pairs import MARKS, REASONS
@@ -28,6 +38,7 @@ from .world import END_OF_A_GRAMMAR, MAX_SEQ_LEN, VOCAB, Ask, World
 FIRST_LETTER = 60                        # the tokens of the small models from this one on are ASCII, from the space on
 MOST_ITERATIONS = 2_000
 PROJECTIONS = 14                         # of a small model: seven in each of two layers
+SECONDS_TO_END = 30                      # for other ranks, after rank 0 has ended
 LOG_PROBS_WITHIN, LOGITS_WITHIN = 2e-4, 2e-3
 HOST_BLOCK_BYTES = 1 << 15               # no block of a small model is larger
 PER_TOKEN = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
@@ -95,6 +106,7 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._guided = folder, None
+        self._ranks = OtherRanks()
 
     def checkpoint(self, model: str) -> Path:
         from tests.deterministic.differential import make_checkpoint
@@ -149,9 +161,12 @@ class Engines:
         if world.adapter_pages:
             options["peft_cache_config"] = dataclasses.replace(
                 options["peft_cache_config"], num_device_module_layer=world.adapter_pages * PROJECTIONS)
-        return with_adapters(make_loop(
-            client, model_path=self.checkpoint(world.model), parts=parts, exclude_input=True, device="cpu",
-            dtype="float32", num_threads=1, kv_cache_config=KvCacheConfig(**kv), **options), world)
+        options |= {"exclude_input": True, "device": "cpu", "dtype": "float32", "num_threads": 1,
+                    "kv_cache_config": KvCacheConfig(**kv)}
+        folder = self.checkpoint(world.model)
+        config = self._ranks.start(world, folder, options)
+        loop = make_loop(client, model_path=folder, parts=parts, parallel_config=config, **options)
+        return with_adapters(loop, world)
 
     def together(self, world: World) -> Run:
         """Run all requests of a world in one engine. Raises ConfigError if the engine is refused."""
@@ -159,9 +174,12 @@ class Engines:
         arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
         stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
         client = MatrixClient(arrivals, stops, run)
-        loop = self.make(world, client, run)
-        with contextlib.closing(loop.backend):
-            drive(loop, client, {ask.id for ask in world.asks}, audited=True)
+        try:
+            loop = self.make(world, client, run)
+            with contextlib.closing(loop.backend):
+                drive(loop, client, {ask.id for ask in world.asks}, audited=True)
+        finally:
+            self._ranks.end()
         run.outcomes = {ask.id: outcome_of(client.responses[ask.id], ask) for ask in world.asks}
         return run
 
@@ -195,13 +213,55 @@ def with_adapters(loop: Any, world: World) -> Any:
     return loop
 
 
+class OtherRanks:
+    """The ranks other than rank 0 of one engine after another, in processes."""
+
+    def __init__(self) -> None:
+        self._running: list[Any] = []
+
+    def start(self, world: World, folder: Path, options: dict[str, Any]) -> ParallelConfig | None:
+        """Start the other ranks of a world's engine. Returns what rank 0 needs; None: there is one rank."""
+        num_ranks = world.tensor_size * world.num_stages
+        if num_ranks == 1:
+            return None
+        from tests.parallel.conftest import fork_server_context, free_port
+
+        configs = [ParallelConfig(tensor_parallel_size=world.tensor_size, pipeline_parallel_size=world.num_stages,
+                                  rank=rank, leader=f"127.0.0.1:{port}")
+                   for port in [free_port()] for rank in range(num_ranks)]
+        self._running = [
+            fork_server_context().Process(target=follow, args=(folder, {**options, "parallel_config": config}),
+                                          daemon=True) for config in configs[1:]]
+        for process in self._running:
+            process.start()
+        build._meetings = itertools.count()                      # engines have numbers, the same on all ranks
+        return configs[0]
+
+    def end(self) -> None:
+        """Wait until the other ranks have ended."""
+        running, self._running = self._running, []
+        for process in running:
+            process.join(SECONDS_TO_END)
+            process.kill()
+            process.join()
+            process.close()
+
+
+def follow(folder: Path, options: dict[str, Any]) -> None:
+    """What a rank other than rank 0 runs. A refused engine is rank 0's to report."""
+    with contextlib.suppress(ConfigError):
+        GptManager(folder, **engine_arguments(**options), get_inference_requests_cb=None, send_response_cb=None
+                   ).wait_until_terminate()
+
+
 def plain_world(world: World) -> World:
     """Return the world of the reference: each request alone, without the features that must not change an output."""
     plain = World.__new__(World)
     kept = {"max_beam_width", "deterministic", "peft_cache_config"}
     plain.__dict__ |= world.__dict__ | {
         "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
-        "most_tokens": None, "host_blocks": 0, "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2),
+        "most_tokens": None, "host_blocks": 0, "tensor_size": 1, "num_stages": 1,
+        "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2),
         "kv": {name: value for name, value in world.kv.items() if not name.startswith("enable")},
         "options": {name: value for name, value in world.options.items() if name in kept},
         "asks": [dataclasses.replace(ask, fate="") for ask in world.asks]}

@@ -20,10 +20,12 @@ class Feature:
     letter, name, page    for the document; `page` is a file of docs/, with the anchor of a section
     defines_output        whether the feature belongs to what a request asks for, so that the reference has it too
     needs_model           whether the scripted model cannot run it
+    models                the small models with which its pairs run; empty: all
     """
 
     letter = name = page = ""
     defines_output = needs_model = False
+    models: tuple[str, ...] = ()
 
     def engine(self, world: "World", draw: Random) -> None:
         """Set the options of the engine."""
@@ -279,6 +281,44 @@ class Adapter(Feature):
             self, next(iter(self._holders), request), setup))
 
 
+class TensorParallel(Feature):
+    letter, name, page = "T", "tensor parallel", "ranks.md"
+    needs_model, models = True, ("llama",)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.tensor_size = 2
+
+    def proof(self, run: "Run") -> set[int]:
+        """All requests, if other ranks computed with rank 0."""
+        is_split = all(record["Tensor Parallel Size"] == 2 for record in run.records)
+        return {ask.id for ask in run.world.asks} if is_split else set()
+
+    def plant(self, patch: Any) -> None:
+        """The terms of a sum are too small."""
+        from batch_manager.runtime.ranks.exchange import Exchange
+
+        total = Exchange.sum
+        patch.setattr(Exchange, "sum", lambda self, x: total(self, x).mul_(0.5))
+
+
+class PipelineParallel(TensorParallel):
+    letter, name = "Y", "pipeline stages"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.num_stages = 2
+
+    def proof(self, run: "Run") -> set[int]:
+        is_split = all(record["Pipeline Parallel Size"] == 2 for record in run.records)
+        return {ask.id for ask in run.world.asks} if is_split else set()
+
+    def plant(self, patch: Any) -> None:
+        """Hidden states arrive in another order of rows."""
+        from batch_manager.runtime.ranks.exchange import Exchange
+
+        receive = Exchange.receive
+        patch.setattr(Exchange, "receive", lambda self, num_rows: receive(self, num_rows).flip(0))
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
-    StaticBatching())}
+    StaticBatching(), TensorParallel(), PipelineParallel())}

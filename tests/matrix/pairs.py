@@ -12,19 +12,21 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALV"
+ORDER = "CRPWNBGALVTY"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V
-  C   =  =  =  =  =  =  =  =  =  r
-  R      =  =  =  -  =  =  =  =  -
-  P         =  =  =  =  =  =  =  -
-  W            =  =  =  =  =  =  =
-  N               =  =  =  =  =  =
-  B                  =  r  =  =  =
-  G                     =  =  =  =
-  A                        =  =  r
-  L                           =  r
-  V                              =
+      C  R  P  W  N  B  G  A  L  V  T  Y
+  C   =  =  =  =  =  =  =  =  =  r  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =
+  P         =  =  =  =  =  =  =  -  =  =
+  W            =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =
+  B                  =  r  =  =  =  =  =
+  G                     =  =  =  =  =  =
+  A                        =  =  r  =  r
+  L                           =  r  r  r
+  V                              =  r  r
+  T                                 =  =
+  Y                                    =
 """
 
 
@@ -67,6 +69,15 @@ REASONS: dict[str, Reason] = {
     "AV": Reason("V1 runs in lockstep", says=(
         "run_ahead is True; TrtGptModelType.V1 runs one static batch in lockstep; leave run_ahead out, or use "
         "InflightFusedBatching")),
+    "AY": Reason("the stages already overlap steps", says=(
+        "run_ahead is True, and parallel_config has 2 ranks; the stages already work at several micro-batches at a "
+        "time; leave run_ahead out")),
+    **dict.fromkeys(("LT", "LY"), Reason("adapters are not divided", says=(
+        "peft_cache_config is set, and parallel_config has 2 ranks; adapters are not divided yet; leave "
+        "peft_cache_config out"))),
+    **dict.fromkeys(("VT", "VY"), Reason("ranks do not pad", says=(
+        "TrtGptModelType.V1 is set, and parallel_config has 2 ranks; their steps have the form packed alone; use "
+        "InflightFusedBatching"))),
 }
 
 
@@ -102,8 +113,8 @@ PAGE = """\
 # What works together
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
-model and on small models of Llama and Gemma 3. This page is printed from its table. A cell is a pair, or a feature
-alone.
+model and on small models of Llama and Gemma 3; those with several ranks, on Llama, in 2 and 4 processes. This page is
+printed from its table. A cell is a pair, or a feature alone.
 
 {marks}
 

@@ -16,7 +16,8 @@ from .world import MODELS, SCRIPTED, World
 MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
 MIXTURES = [("CRPWBA", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPB", "llama", True),
-            ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False)]
+            ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
+            ("CRPBT", "llama", False), ("CRPBY", "llama", True), ("PWGAT", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",
@@ -33,7 +34,9 @@ def engines(tmp_path_factory):
 
 
 def can_run(letters: str, model: str) -> bool:
-    return model != SCRIPTED or not any(FEATURES[letter].needs_model for letter in letters)
+    features = [FEATURES[letter] for letter in letters]
+    return (model != SCRIPTED or not any(feature.needs_model for feature in features)) and all(
+        model in (feature.models or MODELS) or model == SCRIPTED for feature in features)
 
 
 def skip_without_extras(letters: str, model: str) -> None:

@@ -68,6 +68,7 @@ class World:
     drawn         names of the options that were drawn, besides the features
     adapter_pages   pages for adapters on the device; 0: the engine has no adapters
     is_exact      whether outcomes are compared bit by bit
+    tensor_size, num_stages   sizes of ParallelConfig
 
     exact         set `deterministic`, with the same requests otherwise
     """
@@ -80,6 +81,7 @@ class World:
         self.least_tokens = 8
         self.most_tokens: int | None = None
         self.is_tight, self.host_blocks, self.adapter_pages = False, 0, 0
+        self.tensor_size = self.num_stages = 1
         self.kv: dict[str, Any] = {}
         self.options: dict[str, Any] = {
             "policy": draw.choice(list(SchedulerPolicy)), "max_beam_width": draw.choice([1, 1, 3]),
@@ -92,7 +94,7 @@ class World:
         self._draw_options(draw)
         if exact and not self.is_scripted:
             self.options["deterministic"] = True
-        self.is_exact = self.is_scripted or "deterministic" in self.options
+        self.is_exact = self.is_scripted or "deterministic" in self.options and self.tensor_size == 1
         self.asks = self._draw_asks(draw)
         most = max(self._most_blocks(ask) for ask in self.asks)
         self.num_blocks = most + draw.choice([0, 1]) if self.is_tight else 6 * most

@@ -137,7 +137,6 @@ def test_ranks_of_a_gguf_file(family, kind, options, tmp_path):
     ({"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}, {}, ConfigError,
      "num_kv_heads of LlamaForCausalLM is 3; expected a multiple or a divisor of 4"),
     ({"intermediate_size": 62}, {}, ConfigError, "intermediate_size of LlamaForCausalLM is 62; expected a multiple"),
-    ({}, {"deterministic": True}, ConfigError, "deterministic is True, and the model is split over 4 processes"),
     ({}, {"model_implementation": "transformers"}, ConfigError, "split over 4 processes, and its class is "),
     ({"architectures": ["OwnForRanks"]}, {}, ConfigError, "split over 4 processes, and its class is Own; expected"),
     ({"quantization_config": {"quant_method": "awq"}}, {}, ModelLoadError, "quantization_config is")])

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+from functools import cache
 
 import pytest
 
@@ -67,6 +68,11 @@ class Processes:
 
 @pytest.fixture(scope="session")
 def fork_server():
+    return fork_server_context()
+
+
+@cache
+def fork_server_context():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     first = context.Process(target=int)
@@ -83,7 +89,11 @@ def processes(fork_server):
 
 @pytest.fixture
 def port():
-    """A port that is free now."""
+    return free_port()
+
+
+def free_port():
+    """Return a port that is free now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]

@@ -39,6 +39,9 @@ class FolderRendezvous:
             time.sleep(0.002)
         return (self._folder / name).read_bytes()
 
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink()
+
 
 class ArrayClient(Client):
     """A client that reads arrays, because tensors would import torch.

@@ -1,7 +1,6 @@
 """Makes a native backend that of one rank, which has a part of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,24 +78,19 @@ class RankPart:
         """
         exchange, device = self.exchange, parts.device
         exchange.reserve(most_rows, loaded.spec.hidden_size, loaded.dtype, device)
-        try:
-            with on_device(device, parts.stream), torch.inference_mode():
-                exchange.connect(self.store, address=self.address, timeout_s=self.config.rank_timeout_s,
-                                 collectives=self.config.collectives or ("gloo" if device.type == "cpu" else "nccl"))
-            model = StagedModel(loaded.model, self.stage, exchange)
-            divide, draws = on_stage(layout, self.stage.is_first), self.place.rank == 0
-            inputs = None if draws else InputTokens()
-            given = "packed", parts, model, RankForward(model, parts.attention, exchange), LayersHead(model), divide
-            forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, *given)], parts, absent)
-            log_forms(forms)
-            # A step is launched when the step before it has been read: the next one's frame has its tokens.
-            info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False)
-            backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs)
-            with parts.threads(None)():
-                warm_up(parts, forms, own_stages, backend.start_alike)
-            self.agree("warm-up", None)
-            return backend
-        except BaseException:
-            with suppress(Exception):
-                exchange.close()
-            raise
+        with on_device(device, parts.stream), torch.inference_mode():
+            exchange.connect(self.store, address=self.address, timeout_s=self.config.rank_timeout_s,
+                             collectives=self.config.collectives or ("gloo" if device.type == "cpu" else "nccl"))
+        model = StagedModel(loaded.model, self.stage, exchange)
+        divide, draws = on_stage(layout, self.stage.is_first), self.place.rank == 0
+        inputs = None if draws else InputTokens()
+        given = "packed", parts, model, RankForward(model, parts.attention, exchange), LayersHead(model), divide
+        forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, *given)], parts, absent)
+        log_forms(forms)
+        # A step is launched when the step before it has been read: the next one's frame has its tokens.
+        info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False)
+        backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs)
+        with parts.threads(None)():
+            warm_up(parts, forms, own_stages, backend.start_alike)
+        self.agree("warm-up", None)
+        return backend

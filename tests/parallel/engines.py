@@ -1,0 +1,71 @@
+"""Engines of several ranks in processes, and of one process, for the same requests."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from batch_manager import GptManager, ParallelConfig, build
+from tests.harness.client import Client
+from tests.harness.requests import request
+from tests.harness.world import engine_arguments, make_manager
+
+SECONDS = 60
+
+
+class Job(NamedTuple):
+    """An engine, and the requests that it gets.
+
+    folder     the checkpoint
+    requests   arguments and keyword arguments of `tests.harness.requests.request`
+    options    those of `make_manager`; `tensor` and `stages` for ParallelConfig
+    """
+
+    folder: Any
+    requests: list[tuple[tuple, dict]]
+    options: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What a request got: all tokens of each response, in order, and the tensors and the error of the final one."""
+
+    tokens: list[list[int]]
+    tensors: dict[str, np.ndarray]
+    error: str
+
+
+def run_alone(job):
+    """Return request id -> Answer, and the records of the statistics."""
+    client = Client()
+    client.pending = [request(*given, **more) for given, more in job.requests]
+    ids = [item.request_id for item in client.pending]
+    manager = make_manager(client, model_path=job.folder, num_threads=1, **job.options)
+    client.wait_for_finals(*ids)
+    assert manager.shutdown(timeout=SECONDS) and not client.complaints, client.complaints
+    return {number: Answer([response.tokens() for response in client.responses[number] if not response.error],
+                           client.final(number).tensors, client.final(number).error) for number in ids}, client.stats
+
+
+def run_rank(port, rank, jobs):
+    """Run the jobs one after the other on this rank. Rank 0 returns the results of `run_alone`, other ranks None."""
+    results = []
+    for folder, requests, options in jobs:
+        options = {**options, "device": "cpu"}
+        tensor, stages = options.pop("tensor", 1), options.pop("stages", 1)
+        if rank >= tensor * stages:
+            next(build._meetings)                      # engines of a process have numbers, the same on all ranks
+            continue
+        config = ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank,
+                                leader=f"127.0.0.1:{port}", rank_timeout_s=30, connect_timeout_s=60)
+        if rank == 0:
+            results.append(run_alone(Job(folder, requests, {**options, "parallel_config": config})))
+        else:
+            manager = GptManager(folder, **engine_arguments(None, parallel_config=config, num_threads=1, **options),
+                                 get_inference_requests_cb=None, send_response_cb=None)
+            assert manager.wait_until_terminate(SECONDS * 2), manager.health()
+            assert manager.health()["state"] == "STOPPED" and not manager.health()["failure"], manager.health()
+    return results or None
+
+
+def run_ranks(processes, port, jobs, num_ranks):
+    """Return the results of `run_alone` for each job, run by ranks."""
+    return processes.run(run_rank, [(port, rank, jobs) for rank in range(num_ranks)])[0]

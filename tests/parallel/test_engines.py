@@ -1,0 +1,86 @@
+"""Engines of several ranks give the tokens and logits of transformers for every family; stages change no bit.
+
+All engines run in the same four processes, one after the other.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.conftest import reference  # noqa: F401
+from tests.models.test_ranks import CASES, HEADS, MORE, ONE, PROMPTS, TWO
+from tests.models.test_same_logits_as_transformers import FAMILIES
+
+from .engines import Job, run_alone, run_ranks
+
+NEW_TOKENS = 4
+# (tensor_parallel_size, pipeline_parallel_size) -> cases, and what differs from HEADS in them. The stages of the other
+# families are compared in tests/models/test_stages.py.
+DETERMINISTIC = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO)]
+OTHERS = {
+    (4, 1): {"llama, grouped queries": TWO, "olmo 3": ONE, "falcon, one key head": HEADS},
+    (1, 2): {"gemma 3": {}, "opt, norms behind, tokens of another size": {}, "bloom": {}, "cohere, norms of heads": {}},
+    (2, 2): {"olmo 3": TWO, "gpt2": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(reference, fork_server):  # noqa: F811
+    """Return (sizes, case) -> (model of transformers, job, answers)."""
+    from .conftest import Processes, free_port
+
+    models, jobs = {}, {}
+    for sizes, cases in {(2, 1): dict.fromkeys(CASES, {}), **OTHERS}.items():
+        for case, heads in cases.items():
+            family, options = FAMILIES[case]
+            more = MORE.get(family, {**HEADS, **heads})
+            if "new_decoder_architecture" in options:
+                more = {**more, "num_kv_heads": 4}
+            models[sizes, case], folder = reference(family, **{**options, **more})
+            requests = [((number, prompt, NEW_TOKENS), {"return_generation_logits": True})
+                        for number, prompt in enumerate(PROMPTS)]
+            jobs[sizes, case] = Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1],
+                                                       "enable_trt_overlap": len(jobs) % 2 == 0,
+                                                       "deterministic": sizes == (1, 2)})
+    for sizes, case, heads in DETERMINISTIC:
+        family, options = FAMILIES[case]
+        folder = reference(family, **{**options, **heads})[1]
+        for most in (1, 8):
+            jobs[sizes, case, most] = jobs[(2, 1), CASES[0]]._replace(folder=folder, options={
+                "tensor": sizes[0], "deterministic": True, "max_batch_size": most})
+    answers = run_ranks(Processes(fork_server), free_port(), list(jobs.values()), 4)
+    return {key: (models.get(key), jobs[key], answer) for key, (answer, _) in zip(jobs, answers)}
+
+
+def greedy(model, prompt):
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            logits = model(torch.tensor([tokens])).logits[0]
+            tokens.append(int(logits[-1].argmax()))
+    return tokens, logits[len(prompt) - 1 :].numpy()
+
+
+@pytest.mark.parametrize("sizes, case", [*(((2, 1), case) for case in CASES),
+                                         *((sizes, case) for sizes, cases in OTHERS.items() for case in cases)])
+def test_every_family_has_the_tokens_and_logits_of_transformers(sizes, case, engines):
+    model, job, answers = engines[sizes, case]
+    for number, prompt in enumerate(PROMPTS):
+        tokens, logits = greedy(model, prompt)
+        answer = answers[number]
+        assert answer.tokens[-1] == tokens and not answer.error
+        assert np.abs(answer.tensors["generation_logits"].reshape(logits.shape) - logits).max() < 1e-4
+    if sizes == (1, 2):
+        options = {name: value for name, value in job.options.items() if name not in ("tensor", "stages")}
+        alone, _ = run_alone(job._replace(options={**options, "device": "cpu"}))
+        check_bits(answers, alone)
+
+
+def check_bits(answers, expected):
+    for number, answer in answers.items():
+        assert np.array_equal(answer.tensors["generation_logits"], expected[number].tensors["generation_logits"])
+
+
+@pytest.mark.parametrize("sizes, case", [(sizes, case) for sizes, case, _ in DETERMINISTIC])
+def test_with_deterministic_the_bits_of_a_request_do_not_depend_on_others(sizes, case, engines):
+    check_bits(engines[sizes, case, 8][2], engines[sizes, case, 1][2])

@@ -1,0 +1,86 @@
+"""A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+
+from batch_manager.layers.linear import Linear
+from batch_manager.runtime.ranks.staged_model import StagedModel
+from tests.models.conftest import reference  # noqa: F401
+from tests.models.test_ranks import HEADS
+
+from .conftest import Processes, free_port
+from .engines import Job, run_rank
+
+POISON, VICTIM = 96, 2              # the request at fault has this token before 9
+PROMPTS = [[1, 2, 3], [5] * 20, [7, POISON, 9], [11, 12] * 9, [13]]
+ERRORS = {"raises": RuntimeError("planted"), "memory": MemoryError("planted")}
+CODES = {"raises": "[MODEL_ERROR]", "memory": "[OUT_OF_MEMORY]", "nan": "[NON_FINITE_LOGITS]"}
+# (sizes, rank at fault, what it does, after how many products of the step)
+FAULTS = [(sizes, rank, kind, after) for sizes in ((2, 1), (1, 2)) for rank in (0, 1)
+          for kind, after in (("raises", 0), ("raises", 3), ("memory", 1), ("nan", 0))] + [((2, 2), 3, "raises", 2)]
+
+
+@contextlib.contextmanager
+def planted(kind, after):
+    """A block in which this rank fails in each step that has the prompt at fault."""
+    embed, left = StagedModel.embed, None
+
+    def poisoned(self, token_ids):
+        nonlocal left
+        hidden, is_there = embed(self, token_ids), (token_ids[:-1] == POISON) & (token_ids[1:] == 9)
+        if kind == "nan":
+            hidden[:-1][is_there] = float("nan")
+        else:
+            left = after if is_there.any() else None
+        return hidden
+
+    def counted(method):
+        def call(self, *given):
+            nonlocal left
+            if left is not None:
+                left -= 1
+                if left < 0:
+                    raise ERRORS[kind]
+            return method(self, *given)
+        return call
+
+    with (mock.patch.object(StagedModel, "embed", poisoned),
+          mock.patch.object(Linear, "__call__", counted(Linear.__call__)),
+          mock.patch.object(Linear, "add_to", counted(Linear.add_to))):
+        yield
+
+
+def run_with_faults(port, rank, jobs):
+    """Run each job, with the fault of each on the rank at fault. Rank 0 returns the answers."""
+    answers = []
+    for job, fault in jobs:
+        at_fault = fault is not None and fault[1] == rank
+        with planted(*fault[2:]) if at_fault else contextlib.nullcontext():
+            found = run_rank(port, rank, [job])
+        answers.append(found and found[0][0])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(reference, fork_server):  # noqa: F811
+    """Return fault -> answers; None: without a fault."""
+    folder = reference("Llama", **HEADS)[1]
+    requests = [((number, prompt, 6), {}) for number, prompt in enumerate(PROMPTS)]
+    jobs = [(Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3}), fault)
+            for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in FAULTS)]]
+    port = free_port()
+    found = Processes(fork_server).run(run_with_faults, [(port, rank, jobs) for rank in range(4)])[0]
+    return {fault: answer for (_, fault), answer in zip(jobs, found)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_step_costs_the_request_at_fault_alone(fault, answers):
+    expected, got = answers[None], answers[fault]
+    assert not any(answer.error for answer in expected.values())
+    for number, answer in got.items():
+        if number == VICTIM:
+            assert answer.error.startswith(CODES[fault[2]]), answer.error
+        else:
+            assert answer.tokens == expected[number].tokens and not answer.error
