@@ -8,13 +8,15 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, Never, Self
 
+from ..adapter_values import AdapterInfo
 from ..arguments import Callbacks, EngineArguments, by_name, checked_parts
 from ..config import Parts, TrtGptModelOptionalParams, unknown_option
 from ..engine_info import EngineInfo
-from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
+from ..errors import AdapterNotCachedError, ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest, request_options, unknown_request_option
+from .adapter_names import AdapterNames
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
 from .messages import PackedRequest, packed
@@ -45,6 +47,7 @@ class AsyncEngine:
                             "call `await AsyncEngine.start(folder)`")
         self._manager: GptManager | EngineProcess = manager
         self._switchboard, self._sets_arrival_time = switchboard, sets_arrival_time
+        self._adapters = AdapterNames(manager)
 
     @classmethod
     async def start(cls, model_path: str | os.PathLike[str] | None = None,
@@ -106,7 +109,8 @@ class AsyncEngine:
 
         tensors, options   arguments of InferenceRequest; the engine chooses the id. The default of `arrival_time`
                            is the time of this call. If `parts` has a clock, the default of `arrival_time` is the
-                           time at which the engine takes the request
+                           time at which the engine takes the request. The option `adapter` is the name of a loaded
+                           adapter, in place of the tensor `lora_task_id`; None: no adapter
         Raises   RequestFailed for a request that can never run: with an unknown tensor name, an invalid value, too long
                  a prompt, the tensor `streaming`; for one that cannot be pickled (with `process`), and if the engine is
                  closed. What other requests and the clock decide, such as a full queue, raises in the stream
@@ -131,6 +135,34 @@ class AsyncEngine:
     def check(self, tensors: Mapping[str, Any], **options: Any) -> None:
         """Raise RequestFailed if `stream` would refuse the request, without submitting it. Takes its arguments."""
         self._request(tensors, True, options)
+
+    async def load_adapter(self, name: str, adapter: str | os.PathLike[str] | Mapping[str, Any], *,
+                           replaces: bool = False) -> AdapterInfo:
+        """Load a LoRA adapter in a thread, off the event loop, for requests with the option `adapter=name`.
+
+        adapter    folder that the peft library wrote, or the tensors `lora_weights` and `lora_config`
+        replaces   whether the name may be in use. Requests that have the adapter of that name go on with it, and later
+                   ones get the new one
+
+        Raises ConfigError without peft_cache_config, and for a name in use; the other errors of
+        GptManager.load_adapter.
+        """
+        return await asyncio.to_thread(self._adapters.load, name, adapter, replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free a name and its adapter. Requests that have the adapter go on.
+
+        Raises ConfigError for an unknown name.
+        """
+        await asyncio.to_thread(self._adapters.unload, name)
+
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """Return the facts of the loaded adapters by name."""
+        return self._adapters.infos
+
+    def adapter_name(self, task_id: int) -> str | None:
+        """Return the name under which `load_adapter` loaded the adapter of a task id, also after it was unloaded."""
+        return self._adapters.name_of(task_id)
 
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the engine in a thread, off the event loop; see GptManager.shutdown for the arguments and the result.
@@ -174,6 +206,9 @@ class AsyncEngine:
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
+        if options.get("adapter") is not None:
+            tensors = {**tensors, "lora_task_id": self._task_id(options["adapter"])}
+        options = {name: value for name, value in options.items() if name != "adapter"}
         try:
             request = InferenceRequest(switchboard.next_id(), tensors, is_streaming=is_streaming,
                                        **{**self.arrival_option(monotonic()), **options})
@@ -192,6 +227,14 @@ class AsyncEngine:
         except RequestError as error:
             raise RequestFailed(error.code, str(error)) from None
         return request
+
+    def _task_id(self, name: str) -> int:
+        task_id = self._adapters.task_id_of(name)
+        if task_id is None:
+            error = AdapterNotCachedError(f"there is no adapter {name!r}"[:200], "expected the name of a loaded one",
+                                          "load it first")
+            raise RequestFailed(error.code, str(error))
+        return task_id
 
     def arrival_option(self, arrived: float) -> dict[str, float]:
         """The option `arrival_time` of a request that arrived at `arrived`, in seconds of time.monotonic().

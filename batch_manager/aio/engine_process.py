@@ -13,11 +13,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from _queue import Empty, SimpleQueue  # gevent replaces queue.SimpleQueue by a queue for greenlets
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..adapter_values import AdapterInfo
 from ..arguments import EngineArguments, by_name, check_threads_are_real
 from ..config import Parts
 from ..engine_info import EngineInfo
@@ -28,7 +31,21 @@ from ..one_shot_event import OneShotEvent, check_drain, checked_timeout
 from ..options import make_admission
 from ..requests.inference_request import InferenceRequest
 from ..thread_stack import start_with_enough_stack
-from .messages import Beat, End, Ended, Logged, NotStarted, Record, Requests, Responses, Start, Started, Wire
+from .messages import (
+    Beat,
+    Call,
+    End,
+    Ended,
+    Logged,
+    NotStarted,
+    Record,
+    Requests,
+    Responses,
+    Returned,
+    Start,
+    Started,
+    Wire,
+)
 from .switchboard import CLOSED, Switchboard
 
 SECONDS_TO_END = 10.0          # from the request to abort until the process is killed
@@ -116,6 +133,25 @@ class EngineProcess:
                 "is_hanging": health.get("is_hanging", False) or is_silent,
                 "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
 
+    def load_adapter(self, task_id: int, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
+        """See GptManager.load_adapter."""
+        info: AdapterInfo = self._called("load_adapter", task_id, adapter)
+        return info
+
+    def forget_adapter(self, task_id: int) -> bool:
+        """See GptManager.forget_adapter."""
+        was_known: bool = self._called("forget_adapter", task_id)
+        return was_known
+
+    def _called(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the GptManager in the engine process. Returns its result or raises its exception.
+
+        Raises ManagerClosedError if the process ends before.
+        """
+        self._check_process()
+        _check_sendable({method: arguments})
+        return self._link.call(method, arguments)
+
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the engine, as GptManager.shutdown does, and end the engine's process.
 
@@ -167,7 +203,8 @@ class Link:
         self.health: dict[str, Any] = {}
         self.received_at = time.monotonic()
         self.work, self.ended = threading.Event(), OneShotEvent()
-        self._to_send: list[End] = []
+        self._to_send: list[End | Call] = []
+        self._numbers, self._answers = count(), dict[int, SimpleQueue[Returned]]()
         self.is_closed = False
         self._kill_at = float("inf")
         self._has_ended_message = False
@@ -202,6 +239,26 @@ class Link:
         """Return `health` with the numbers of failures of the callbacks and hooks that ran in this process."""
         health = self.health
         return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Have the engine process call a method of its manager, and wait for the result."""
+        number, answer = next(self._numbers), SimpleQueue[Returned]()
+        self._answers[number] = answer
+        self._to_send.append(Call(number, method, arguments))
+        self.work.set()
+        try:
+            while True:
+                with contextlib.suppress(Empty):
+                    returned = answer.get(timeout=SECONDS_BETWEEN_LOOKS)
+                    break
+                if self.ended.is_set:
+                    raise ManagerClosedError("the engine process has ended", "it carries out commands while it runs",
+                                             "start a new engine")
+        finally:
+            del self._answers[number]
+        if returned.error is not None:
+            raise returned.error
+        return returned.result
 
     def join(self, timeout: float | None) -> bool:
         """Wait until the engine process has ended, its requests are answered, and the receiving thread has ended.
@@ -302,6 +359,9 @@ class Link:
                     logger = logging.getLogger(attributes["name"])
                     if logger.isEnabledFor(attributes["levelno"]):
                         logger.handle(logging.makeLogRecord(attributes))
+            case Returned(number):
+                if (answer := self._answers.get(number)) is not None:
+                    answer.put(message)
             case Ended(health):
                 self._has_ended_message, self.health = True, health
 

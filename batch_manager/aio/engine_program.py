@@ -23,6 +23,7 @@ from ..responses.named_tensor import NamedTensor
 from .mailbox import Wants, pieces
 from .messages import (
     Beat,
+    Call,
     End,
     Ended,
     Logged,
@@ -31,6 +32,7 @@ from .messages import (
     Record,
     Requests,
     Responses,
+    Returned,
     Start,
     Started,
     Wire,
@@ -174,10 +176,21 @@ class Exchange:
                 self._stops.extend(stops)
                 if self._manager is not None:
                     self._manager.notify()
+            case Call():
+                threading.Thread(target=self._carry_out, args=(message,), name="engine process command",
+                                 daemon=True).start()
             case End(drain, timeout):
                 assert self._manager is not None    # the host sends End only after Started
                 threading.Thread(target=self._manager.shutdown, args=(drain, timeout), name="engine process end",
                                  daemon=True).start()
+
+    def _carry_out(self, call: Call) -> None:
+        try:
+            returned = Returned(call.number, getattr(self._manager, call.method)(*call.arguments), None)
+        except Exception as error:
+            returned = Returned(call.number, None, _sendable(error))
+        with contextlib.suppress(OSError):     # the host has ended
+            self._wire.send(returned)
 
 
 class _ToHost(logging.Handler):

@@ -59,6 +59,14 @@ class End(NamedTuple):
     timeout: float | None
 
 
+class Call(NamedTuple):
+    """A call of a method of the GptManager, which is answered by a Returned with the same number."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
 # ---------------------------------------------------------------------- to the host
 
 
@@ -115,6 +123,14 @@ class Logged(NamedTuple):
     """Attributes of a log record with a formatted message."""
 
     attributes: dict[str, Any]
+
+
+class Returned(NamedTuple):
+    """The result of the Call with this number, or the exception that it raised."""
+
+    number: int
+    result: Any
+    error: Exception | None
 
 
 class Ended(NamedTuple):

@@ -9,7 +9,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import length_hint
 from time import monotonic
@@ -20,11 +20,11 @@ from ..aio.engine import check_asyncio
 from ..aio.switchboard import WITHOUT_QUEUE_LIMITS
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import ConfigError, InvalidRequestError, ManagerClosedError
+from ..errors import BatchManagerError, InvalidRequestError, ManagerClosedError
 from ..names import FinishReason, SchedulerPolicy, TrtGptModelType
 from .generated_text import GeneratedText
 from .sampling import Sampling, check_end_ids, in_names_of_options
-from .text_requests import Completion, Output, Prompt, Prompts, Timings, each_prompt
+from .text_requests import Completion, Output, Prompt, Prompts, Timings, cache_of, check_adapter, each_prompt
 from .turn_end import log_unused_turn_ends
 
 __all__ = ["AsyncLLM", "AsyncTextPieces", "Completion", "RequestFailed", "Timings"]
@@ -51,7 +51,8 @@ class AsyncLLM:
     async def start(cls, model: str | os.PathLike, *, tokenizer: Any = None,
                     scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT,
                     parts: Parts | None = None, return_stats: Callable[[str], None] | None = None,
-                    process: bool = False, **params: Any) -> Self:
+                    process: bool = False, adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+                    **params: Any) -> Self:
         """Load the model and its tokenizer in a thread, off the event loop, and start the worker.
 
         process   run the engine in its own process; see AsyncEngine.start
@@ -59,14 +60,16 @@ class AsyncLLM:
 
         Raises the exceptions of AsyncEngine.start, and ConfigError as LLM does.
         """
-        optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **params})
+        optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **cache_of(adapters), **params})
         check_asyncio("AsyncLLM.start()")
         prompts = await asyncio.to_thread(Prompts, model, tokenizer)
         engine = await AsyncEngine.start(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy,
                                          return_stats, optional_params, parts, takes_all=True, process=process)
         try:
             check_end_ids(engine.info)
-        except ConfigError:
+            for name, folder in (adapters or {}).items():
+                await engine.load_adapter(name, folder)
+        except BatchManagerError:
             await engine.close()
             raise
         await asyncio.to_thread(prompts.warm_up)
@@ -74,17 +77,21 @@ class AsyncLLM:
                                 engine.info.vocab_size)
         return cls(engine, prompts)
 
-    async def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
+    async def generate(self, prompts: Iterable[Prompt] | str, *, adapter: str | None = None,
+                       **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.
+
+        adapter   name of the adapter to generate with; None: the model as it is
 
         If a prompt is invalid or a request fails, only its own completion has an `error`. Cancelling the task stops all
         requests of the call.
 
         Raises TypeError for an unknown option, or if `prompts` is neither a string nor an iterable of prompts;
-        InvalidRequestError for an invalid `stop`; and ManagerClosedError after `close`.
+        InvalidRequestError for an invalid `stop`, and for an unknown `adapter`; and ManagerClosedError after `close`.
         """
         sampling = Sampling.of(options)
         self._check_open()
+        check_adapter(self._engine.adapters(), adapter)
         arrived, waiting = monotonic(), each_prompt(prompts)
         completions: list[Completion] = []
 
@@ -92,7 +99,7 @@ class AsyncLLM:
             for prompt in waiting:
                 completions.append(completion := Completion())
                 try:
-                    pieces = AsyncTextPieces(self._engine, completion)
+                    pieces = AsyncTextPieces(self._engine, completion, adapter)
                     await pieces.submit(self._prompts, prompt, sampling, arrived)
                     async for _ in pieces:
                         pass
@@ -110,7 +117,7 @@ class AsyncLLM:
                 task.cancel()
         return completions
 
-    def stream(self, prompt: Prompt, **options: Any) -> "AsyncTextPieces":
+    def stream(self, prompt: Prompt, *, adapter: str | None = None, **options: Any) -> "AsyncTextPieces":
         """Return an async iterator over the output of one prompt, piece by piece.
 
         The request is submitted at once. A request with a long prompt, which is tokenized in a thread, is submitted
@@ -121,7 +128,8 @@ class AsyncLLM:
         """
         sampling = Sampling.of(options)
         self._check_open()
-        pieces = AsyncTextPieces(self._engine, Completion())
+        check_adapter(self._engine.adapters(), adapter)
+        pieces = AsyncTextPieces(self._engine, Completion(), adapter)
         pieces.submit_soon(self._prompts, prompt, sampling, monotonic())
         return pieces
 
@@ -175,9 +183,9 @@ class AsyncTextPieces:
     raises RequestFailed once.
     """
 
-    def __init__(self, engine: AsyncEngine, completion: Completion) -> None:
+    def __init__(self, engine: AsyncEngine, completion: Completion, adapter: str | None) -> None:
         """Use AsyncLLM.stream."""
-        self.completion = completion
+        self.completion, self._adapter = completion, adapter
         self._engine = engine
         self._stream: Stream | None = None
         self._output: Output | None = None
@@ -203,7 +211,7 @@ class AsyncTextPieces:
         self._submit(*prepared, sampling, arrived)
 
     def _submit(self, tensors: dict[str, Any], text: GeneratedText, sampling: Sampling, arrived: float) -> None:
-        options = {"priority": sampling.priority, "deadline_s": sampling.deadline_s,
+        options = {"priority": sampling.priority, "deadline_s": sampling.deadline_s, "adapter": self._adapter,
                    **self._engine.arrival_option(arrived)}
         with _names_of_options():
             self._stream = self._engine.stream(tensors, **options)

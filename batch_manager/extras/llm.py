@@ -11,22 +11,23 @@
 import os
 import threading
 from _queue import SimpleQueue  # gevent replaces queue.SimpleQueue by a queue for greenlets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Self
 
+from ..aio.adapter_names import AdapterNames
 from ..aio.mailbox import Mailbox, RequestFailed, Wants
 from ..aio.switchboard import WITHOUT_QUEUE_LIMITS, Switchboard
 from ..config import Parts, TrtGptModelOptionalParams
 from ..engine_info import EngineInfo
-from ..errors import ConfigError, InvalidRequestError, ManagerClosedError, RequestError
+from ..errors import BatchManagerError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest
 from .generated_text import GeneratedText
 from .sampling import Sampling, check_end_ids, in_names_of_options
-from .text_requests import Completion, Output, Prompt, Prompts, Timings, each_prompt
+from .text_requests import Completion, Output, Prompt, Prompts, Timings, cache_of, check_adapter, each_prompt
 from .turn_end import log_unused_turn_ends
 
 __all__ = ["LLM", "Completion", "RequestFailed", "TextPieces", "Timings"]
@@ -40,6 +41,8 @@ class LLM:
                        model's tokenizer
     return_stats       called with each statistics record (JSON) on the engine's thread, see GptManager; None: no
                        statistics
+    adapters           name -> folder of a LoRA adapter that the peft library wrote. `generate`, `stream` and `chat`
+                       take a name as `adapter`. The cache has its default sizes unless peft_cache_config is given
     scheduler_policy, parts   the policy that chooses the requests of a step, and the user's objects that replace the
                        engine's; see GptManager
     params             fields of TrtGptModelOptionalParams, such as device, max_batch_size and kv_cache_config. Waiting
@@ -59,8 +62,9 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike, *, tokenizer: Any = None,
                  scheduler_policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT, parts: Parts | None = None,
-                 return_stats: Callable[[str], None] | None = None, **params: Any) -> None:
-        optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **params})
+                 return_stats: Callable[[str], None] | None = None,
+                 adapters: Mapping[str, str | os.PathLike[str]] | None = None, **params: Any) -> None:
+        optional_params = TrtGptModelOptionalParams(**{**WITHOUT_QUEUE_LIMITS, **cache_of(adapters), **params})
         self._prompts = Prompts(model, tokenizer)
         switchboard = self._switchboard = Switchboard()
         parts = Parts() if parts is None else parts
@@ -70,22 +74,28 @@ class LLM:
         self._manager = GptManager(model, TrtGptModelType.InflightFusedBatching, 1, scheduler_policy, switchboard.get,
                                    switchboard.send, switchboard.poll, return_stats, optional_params, parts=parts,
                                    exclude_input_in_output=True)
+        self._adapters = AdapterNames(self._manager)
         try:
             check_end_ids(self.info)
-        except ConfigError:
+            for name, folder in (adapters or {}).items():
+                self._adapters.load(name, folder, replaces=False)
+        except BatchManagerError:
             self.close()
             raise
         log_unused_turn_ends(self._prompts.source, self.tokenizer, self.info.end_ids, self.info.vocab_size)
 
-    def generate(self, prompts: Iterable[Prompt] | str, **options: Any) -> list[Completion]:
+    def generate(self, prompts: Iterable[Prompt] | str, *, adapter: str | None = None,
+                 **options: Any) -> list[Completion]:
         """Return one completion per prompt, in order. A single string is one prompt.
+
+        adapter   name of the adapter to generate with; None: the model as it is
 
         If a prompt is invalid or a request fails, only its own completion has an `error`.
 
         Raises TypeError for an unknown option, or if `prompts` is neither a string nor an iterable of prompts;
-        InvalidRequestError for an invalid `stop`; and ManagerClosedError after `close`.
+        InvalidRequestError for an invalid `stop`, and for an unknown `adapter`; and ManagerClosedError after `close`.
         """
-        sampling = Sampling.of(options)
+        sampling, task_id = Sampling.of(options), self._task_id(adapter)
         self._check_open()
         arrived, waiting = monotonic(), each_prompt(prompts)
         completions: list[Completion] = []
@@ -100,7 +110,7 @@ class LLM:
                         break
                     completions.append(Completion())
                     try:
-                        request = self._prepare(prompt, sampling, inbox, completions[-1], arrived)
+                        request = self._prepare(prompt, sampling, task_id, inbox, completions[-1], arrived)
                     except InvalidRequestError as error:
                         completions[-1].error = RequestFailed(error.code, str(error))
                         continue
@@ -117,16 +127,16 @@ class LLM:
                 request.stop()
         return completions
 
-    def stream(self, prompt: Prompt, **options: Any) -> "TextPieces":
+    def stream(self, prompt: Prompt, *, adapter: str | None = None, **options: Any) -> "TextPieces":
         """Return an iterator over the output of one prompt, piece by piece.
 
         Raises InvalidRequestError for an invalid prompt or option, RequestFailed for what only the engine refuses, such
         as too long a prompt or an option out of its range, and the exceptions of `generate`.
         """
-        sampling = Sampling.of(options)
+        sampling, task_id = Sampling.of(options), self._task_id(adapter)
         self._check_open()
         inbox = _Inbox()
-        request = self._prepare(prompt, sampling, inbox, Completion(), monotonic())
+        request = self._prepare(prompt, sampling, task_id, inbox, Completion(), monotonic())
         request.check()
         try:
             request.submit()
@@ -174,15 +184,21 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, sampling: Sampling, inbox: "_Inbox", completion: Completion,
+    def _prepare(self, prompt: Prompt, sampling: Sampling, task_id: int | None, inbox: "_Inbox", completion: Completion,
                  arrived: float) -> "_Request":
         tensors, text = self._prompts.request(prompt, sampling, self.info, completion)
+        if task_id is not None:
+            tensors["lora_task_id"] = task_id
         request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
                                    deadline_s=sampling.deadline_s,
                                    arrival_time=arrived if self._sets_arrival_time else None)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
         return _Request(self._manager, self._switchboard, mailbox, request, text, completion)
+
+    def _task_id(self, adapter: str | None) -> int | None:
+        check_adapter(self._adapters.infos, adapter)
+        return None if adapter is None else self._adapters.task_id_of(adapter)
 
     def _check_open(self) -> None:
         if self._switchboard.closed is not None:

@@ -152,12 +152,12 @@ def _name_and_unit(family: Family) -> tuple[str, str]:
     """Return the OpenTelemetry name and the unit of a family.
 
     A Prometheus exporter joins the name and the unit. The result is the family's name in prometheus.py, with the prefix
-    `batch_manager_` in place of `vllm:`.
+    `batch_manager_` in place of `vllm:` or `sglang:`.
     """
     name = family.names[0]
     if family.is_nv_trt_llm:
         return name, ""
-    for prefix in ("vllm:", "batch_manager_"):
+    for prefix in ("vllm:", "sglang:", "batch_manager_"):
         name = name.removeprefix(prefix)
     for ending, unit in UNITS.items():
         if name.endswith(ending):

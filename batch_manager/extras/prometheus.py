@@ -10,7 +10,7 @@ Per iteration, the callback parses one record and updates a few sums. Metrics ar
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,20 +21,24 @@ from .statistic_families import FAMILIES, LATENCIES, LatestStatistics, latencies
 
 __all__ = ["CONTENT_TYPE", "PrometheusStatistics"]
 
+RUNNING_TASKS, WAITING_TASKS = "Running LoRA Tasks", "Waiting LoRA Tasks"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 
 
 class PrometheusStatistics(LatestStatistics):
     """A statistics callback, and a collector for a prometheus_client registry.
 
-    model   value of the labels `model` and `model_name`
+    model           value of the labels `model` and `model_name`
+    max_lora        value of the label `max_lora`: how many adapters the device holds
+    adapter_name    task id -> name of an adapter; None: its id
 
     Use one object per engine. Any thread may observe and collect. With `flush_stats_when_idle=True`, the engine sends
     a record after its last request ends, so gauges fall to zero.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, max_lora: int = 0, adapter_name: Callable[[int], str | None] | None = None) -> None:
         super().__init__(model)
+        self._max_lora, self.adapter_name = max_lora, adapter_name
         self._model = model
         self._histograms = {name: _Histogram() for name in LATENCIES}
 
@@ -72,12 +76,25 @@ class PrometheusStatistics(LatestStatistics):
                 for category, value in values.items():
                     metric.add_metric([*labels.values(), category] if family.label else [*labels.values()], value)
                 yield metric
+        if RUNNING_TASKS in self.record:
+            metric = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running and waiting requests; the value "
+                                       "is the time", labels=["max_lora", "running_lora_adapters",
+                                                              "waiting_lora_adapters"])
+            metric.add_metric([str(self._max_lora), self._adapters(RUNNING_TASKS), self._adapters(WAITING_TASKS)],
+                              self.received_at_s)
+            yield metric
         for latency, (description, names) in LATENCIES.items():
             buckets, total = self._histograms[latency].cumulative()
             for name in names:
                 metric = HistogramMetricFamily(name, description, labels=["model_name"])
                 metric.add_metric([self._model], buckets, total)
                 yield metric
+
+
+    def _adapters(self, key: str) -> str:
+        """Return the names of the adapters whose task ids a text of the record lists."""
+        tasks = filter(None, self.record[key].split(","))
+        return ",".join(self.adapter_name and self.adapter_name(int(task)) or task for task in tasks)
 
 
 class _Histogram:

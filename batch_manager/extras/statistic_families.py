@@ -131,6 +131,12 @@ def _from_record(key: str, description: str, *names: str, is_counter: bool = Fal
                   frozenset([key]))
 
 
+def _if_present(key: str, description: str, *names: str) -> Family:
+    return Family(names, description, "",
+                  lambda statistics: {"": statistics.record[key]} if key in statistics.record else {},
+                  keys=frozenset([key]))
+
+
 def _summed(key: str, *names: str) -> Family:
     description = f"{key}, since the start"
     if key.endswith("Microseconds"):
@@ -186,6 +192,10 @@ NAMED: tuple[Family, ...] = (
     _from_record("Failed Steps", "Steps that raised", "batch_manager_failed_steps", is_counter=True),
     Family(("vllm:request_success",), "Requests that ended without an error", "finished_reason", _ended,
            True, frozenset(FINALS)),
+    _if_present("Used LoRA Device Pages", "Pages of the device with adapters of running requests, one page a rank",
+                "sglang:lora_pool_slots_used"),
+    _if_present("LoRA Device Pages", "Pages of the device for adapters, one page a rank",
+                "sglang:lora_pool_slots_total"),
     Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, True,
            frozenset([f"{ERRORS}{code.value}" for code in ErrorCode])),
     _summed("Generated Tokens", "vllm:generation_tokens", "sglang:generation_tokens"),

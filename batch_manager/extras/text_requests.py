@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 from ..aio.mailbox import Delta, RequestFailed
+from ..config import PeftCacheConfig
 from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, InvalidRequestError, type_name
 from ..names import FinishReason
@@ -237,6 +238,19 @@ class Output:
         completion.log_probs, completion.top_log_probs = text.log_probs, text.top_log_probs
         first = None if self._first_token is None else self._first_token - since
         completion.timings = Timings(first, monotonic() - since)
+
+
+def cache_of(adapters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of TrtGptModelOptionalParams for these adapters, in the default sizes."""
+    return {"peft_cache_config": PeftCacheConfig()} if adapters else {}
+
+
+def check_adapter(known: Mapping[str, Any], name: str | None) -> None:
+    """Raise InvalidRequestError unless `name` is None or one of the `known` adapters."""
+    if name is not None and name not in known:
+        raise InvalidRequestError(f"adapter is {name!r}"[:200],
+                                  f"expected one of {', '.join(known) or 'none: no adapters are loaded'}",
+                                  "pass adapters={name: folder} when the model is loaded")
 
 
 def each_prompt(prompts: Any) -> Iterator[Any]:

@@ -12,10 +12,12 @@ from math import inf
 from ..config import TrtGptModelOptionalParams
 from ..errors import ConfigError
 from ..extras.launch import LONGEST_DRAIN_S, follow, parallel_config, rank_of
-from .command_parser import CommandParser
+from .command_parser import CommandParser, at_least
 from .shared_options import add_shared
 
 LONGEST_KEEP_ALIVE_S = 86_400
+ADAPTER_OPTIONS = {"lora_modules": "modules", "max_loras": "most_on_device", "max_cpu_loras": "most_on_host",
+                   "max_lora_rank": "largest_rank", "lora_root": "root"}      # option -> field of AdapterOptions
 
 
 def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve") -> int:
@@ -39,6 +41,12 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         parser.add_argument(name, metavar="NAME", help=f"the model's format of {what}; none: text (the template's)")
     add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
     parser.add_argument("--max-queued-requests", type=int)
+    parser.add_argument("--enable-lora", action="store_true", help="accept LoRA adapters; so do the options below")
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that clients name as model")
+    parser.add_argument("--lora-root", metavar="FOLDER", help="clients may load adapters below it (they may not)")
+    for name, meaning in (("--max-loras", "adapters of this rank on the device (2 %% of its free memory)"),
+                          ("--max-cpu-loras", "and on the host (1 GiB)"), ("--max-lora-rank", "largest rank (64)")):
+        parser.add_argument(name, type=at_least(1), metavar="N", help=meaning)
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype"):
         add_shared(parser.add_argument, name)
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
@@ -60,7 +68,12 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
                      "torchrun ends its processes 30 seconds after SIGTERM; lower it")
     if not 1 <= keep_alive_s <= LONGEST_KEEP_ALIVE_S:
         parser.error(f"--keep-alive-seconds is {keep_alive_s}; expected 1 to {LONGEST_KEEP_ALIVE_S}")
+    wanted = {field: value for name, field in ADAPTER_OPTIONS.items() if (value := given.pop(name, None))}
+    has_adapters = given.pop("enable_lora") or wanted
+    if has_adapters and sizes != (1, 1):
+        parser.error("LoRA adapters were asked for with several ranks; expected one rank; leave out one of them")
     try:
+        from ..extras.openai.adapters import AdapterOptions
         from ..extras.openai.application import engine_params, make_app
         from ..extras.openai.server import check_port, run
     except ImportError as error:
@@ -73,7 +86,8 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
             return follow(*models, engine_params(parallel_config=config, **{
                 name: value for name, value in given.items() if name in fields}))
         check_port(host, port)
-        app = make_app(*models, parallel_config=config, **given)
+        adapters = AdapterOptions.of(**wanted) if has_adapters else None
+        app = make_app(*models, parallel_config=config, adapters=adapters, **given)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

@@ -26,6 +26,7 @@ from ...config import KvCacheConfig, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ..prometheus import CONTENT_TYPE, PrometheusStatistics
 from ..tool_calls.model_formats import AUTO, check_format_names
+from .adapters import AdapterOptions
 from .errors import OpenAIError
 from .responses import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Form, answer_to, error_response, json_response
 from .service import OpenAIService
@@ -41,7 +42,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
              allowed_origins: Sequence[str] = (), tool_call_parser: str = AUTO, reasoning_parser: str = AUTO,
-             **params: Any) -> Starlette:
+             adapters: AdapterOptions | None = None, **params: Any) -> Starlette:
     """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     model              folder with a tokenizer, or a `.gguf` file
@@ -49,6 +50,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     allowed_origins    origins such as `https://example.org` whose pages may call the server from a browser; `*`: all
     tool_call_parser, reasoning_parser   names of the formats in which the model writes tool calls and reasoning;
                        `auto`: those of its chat template; `none`: no calls, and reasoning in the text
+    adapters           LoRA adapters, and whether clients may load further ones; None: there are none
     params             fields of TrtGptModelOptionalParams
 
     Raises ConfigError for an origin that is none, for an empty name, and for the name of an unknown format.
@@ -63,7 +65,9 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         use_one_heap()
-        statistics = app.state.statistics = PrometheusStatistics(names[0])
+        if adapters is not None:
+            params["peft_cache_config"] = await asyncio.to_thread(adapters.cache, model)
+        statistics = app.state.statistics = PrometheusStatistics(names[0], adapters.most_on_device if adapters else 0)
         engine = await AsyncEngine.start(
             model, return_batch_manager_stats_cb=statistics, takes_all=True,
             optional_params=engine_params(block_reuse=block_reuse, **params))
@@ -72,6 +76,9 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
                 engine, model, names, observe=statistics.observe, tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser)
             service.prepare()
+            if adapters is not None:
+                statistics.adapter_name = engine.adapter_name
+                await adapters.load(service)
             sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
             gc.collect()                         # a later run of the garbage collector stops all streams, and need not
             gc.freeze()                          # visit what the libraries have made: 0.1 s
@@ -83,7 +90,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                       allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
-    app = Starlette(lifespan=lifespan, routes=ROUTES,
+    app = Starlette(lifespan=lifespan, routes=[*ROUTES, *(adapters.routes() if adapters is not None else ())],
                     exception_handlers={404: not_found, 405: not_found, 500: server_error},
                     middleware=[Middleware(without_stack), *([cors] if origins else [])])
     app.router.redirect_slashes = False      # a redirect is no error in OpenAI's format

@@ -46,7 +46,7 @@ async def answer_to(request: Request, service: OpenAIService, form: Form) -> Res
     """
     watcher = None
     try:
-        answer = await service.accept(await _body_of(request, service), form.is_chat, form.read)
+        answer = await service.accept(await body_of(request, service), form.is_chat, form.read)
         if form.answer is not None:
             answer = form.answer(answer, answer.form)
         headers = {"X-Request-Id": request.headers.get("x-request-id", answer.identity)}
@@ -115,7 +115,8 @@ def error_response(error: OpenAIError) -> Response:
     return json_response(error.body(), error.status, error.headers)
 
 
-async def _body_of(request: Request, service: OpenAIService) -> bytes:
+async def body_of(request: Request, service: OpenAIService) -> bytes:
+    """Return the body of a request. Raises OpenAIError if it is too large, and ClientDisconnect."""
     length, body = request.headers.get("content-length", ""), bytearray()
     too_large = OpenAIError(413, f"the body is larger than {LARGEST_BODY:,} bytes")
     if length.isdecimal() and int(length[:20]) > LARGEST_BODY:       # before the client has sent it

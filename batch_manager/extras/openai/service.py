@@ -130,7 +130,8 @@ class OpenAIService:
 
     def models(self) -> bytes:
         """Return the body for /v1/models."""
-        return orjson.dumps({"object": "list", "data": list(map(self._model, self.names))})
+        return orjson.dumps({"object": "list", "data": [*map(self._model, self.names),
+                                                        *map(self._model, self.engine.adapters())]})
 
     def model(self, name: str) -> bytes:
         """Return the body for /v1/models/NAME. Raises OpenAIError for a name that the server does not have."""
@@ -150,11 +151,16 @@ class OpenAIService:
         return 200 if is_healthy else 503, orjson.dumps(body)
 
     def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "batch-manager",
+        parent = {"parent": self.names[0]} if self.adapter_of(name) is not None else {}
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "batch-manager", **parent,
                 "max_model_len": self.engine.info.max_seq_len}
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a client names as the model; None: it names the base model, or no model."""
+        return model if model not in (None, *self.names, self.folder) and model in self.engine.adapters() else None
+
     def _check_name(self, name: str) -> None:
-        if name not in (*self.names, self.folder):
+        if name not in (*self.names, self.folder) and self.adapter_of(name) is None:
             raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
                               "model", "model_not_found")
 
@@ -296,7 +302,7 @@ class Answer:
         self._service, self._parsed, self._arrived, self._is_large = service, parsed, arrived, is_large
         self._shapes = Shapes(parsed.is_chat, self.identity, int(time()), self.model,
                               service.token_names, parsed.is_streaming and parsed.with_usage)
-        self._prompt_tokens = sum(map(len, prompts))
+        self._prompt_tokens, self._adapter = sum(map(len, prompts)), service.adapter_of(parsed.model)
         self._choices: list[_Choice] = []
         # The bias may have an entry for every token. Convert it once for all outputs.
         self._sampling, self._bias = parsed.sampling, None
@@ -418,7 +424,7 @@ class Answer:
             text = self._parsed_output(prompt_ids)
         else:
             text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
-        options |= {"priority": sampling.priority, "arrival_time": self._arrived}
+        options |= {"priority": sampling.priority, "arrival_time": self._arrived, "adapter": self._adapter}
         return tensors, options, text
 
     def _parsed_output(self, prompt_ids: list[int]) -> ParsedOutput:

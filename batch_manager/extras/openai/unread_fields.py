@@ -76,7 +76,7 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     # SGLang
     "regex": ([], _USE_RESPONSE_FORMAT), "ebnf": ([], _USE_RESPONSE_FORMAT), "stop_regex": ([], "use stop"),
     "no_stop_trim": ([False], "a stop string is not part of the text"),
-    "lora_path": ([], "there are no adapters"), "session_params": ([], "there are no sessions"),
+    "lora_path": ([], "name the adapter as model"), "session_params": ([], "there are no sessions"),
     "stream_reasoning": ([True], "reasoning is streamed"),
     "return_hidden_states": ([False], _NOT_IN_ANSWERS), "return_routed_experts": ([False], _NOT_IN_ANSWERS),
     "routed_experts_start_len": (ANY, ""), "return_meta_info": ([False], _NOT_IN_ANSWERS),
@@ -103,7 +103,7 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "repeat_penalty": ([1], "use repetition_penalty"), "repeat_last_n": (ANY, ""), "penalize_nl": (ANY, ""),
     "grammar": ([""], _USE_RESPONSE_FORMAT), "json_schema": ([], _USE_RESPONSE_FORMAT),
     "grammar_lazy": (ANY, ""), "grammar_triggers": (ANY, ""), "preserved_tokens": (ANY, ""),
-    "lora": ([[]], "there are no adapters"), "image_data": ([[]], _TEXT_ONLY), "parse_tool_calls": (ANY, ""),
+    "lora": ([[]], "name the adapter as model"), "image_data": ([[]], _TEXT_ONLY), "parse_tool_calls": (ANY, ""),
     "reasoning_budget_tokens": ([-1], "use max_thinking_tokens"),
     "reasoning_control": ([False], "use max_thinking_tokens"),
     "thinking_forced_open": ([False], _TO_TEMPLATE), "timings_per_token": ([False], "use return_timings"),
