@@ -74,7 +74,8 @@ class LeadingBackend:
         """Return the statistics of this rank's part and of the control plane."""
         seconds, self._control_s = self._control_s, 0.0
         return {**self._figures_of_local(), "World Size": self.leader.num_ranks,
-                "Control Time Microseconds": round(seconds * 1e6), "Slowest Rank": self.leader.slowest_rank}
+                "Control Time Microseconds": round(seconds * 1e6), "Slowest Rank": self.leader.slowest_rank,
+                "Refused Rank Differences": self.leader.num_differences}
 
     def close(self) -> None:
         """End the other ranks, then close this rank's part. Idempotent."""

@@ -232,11 +232,14 @@ class Ranks:
 
 
 class Leader(Ranks):
-    """Rank 0 and its channels."""
+    """Rank 0 and its channels.
+
+    num_differences   requests refused so far because they were not the same on every rank; SameInputs counts them
+    """
 
     def __init__(self, channels: Mapping[int, Channel], wait: Wait, rank_timeout_s: float) -> None:
         super().__init__(0, channels, wait, rank_timeout_s)
-        self._num_steps = self.slowest_rank = 0
+        self._num_steps = self.slowest_rank = self.num_differences = 0
         self._running: dict[int, set[int]] = {}        # number of a step -> ranks that have not done it
         self._errors: dict[int, list[tuple[int, Any]]] = {}
         self._answers: dict[int, deque[Any]] = {other: deque() for other in channels}

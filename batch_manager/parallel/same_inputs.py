@@ -19,10 +19,7 @@ Described = tuple[int | None, bytes]
 
 
 class SameInputs:
-    """The four callbacks of rank 0, for an engine whose other ranks have callbacks too.
-
-    num_differences   items that were refused so far because they were not the same on every rank
-    """
+    """The four callbacks of rank 0, for an engine whose other ranks have callbacks too."""
 
     def __init__(self, leader: Leader, get: Callable[[int], Any], send: Callable[..., None],
                  poll: Callable[[], Any] | None, stats: Callable[[str], None] | None, *,
@@ -35,7 +32,6 @@ class SameInputs:
         self._describe, self._refused = describe, refused
         self._outgoing: list[bytes] = []
         self._own_refusals: set[tuple[int, str]] = set()
-        self.num_differences = 0
         leader.before_end = self.flush
 
     # ---------------------------------------------------------------- the callbacks
@@ -105,7 +101,7 @@ class SameInputs:
                               if key not in same])
             if rank:
                 self._leader.ask(("verdict", refusals), rank)
-        self.num_differences += len({key for of_rank in keys.values() for key in of_rank} - same)
+        self._leader.num_differences += len({key[0] for of_rank in keys.values() for key in of_rank if key not in same})
         agreed = []
         for item, key in zip(items, keys[0], strict=True):
             request_id = key[0]

@@ -106,6 +106,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Collective Wait Microseconds", "microseconds", ITERATION,
               "that rank 0 waited for others inside steps", always=False),
     Statistic("Slowest Rank", "number", ITERATION, "the last to end the newest step that was read", always=False),
+    Statistic("Refused Rank Differences", "requests", START, "refused: ranks handed over different ones", always=False),
     *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
       for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
     *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)

@@ -4,6 +4,7 @@ C1, C14, C17, C21 hold for an engine of several ranks; no thread and no descript
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -312,8 +313,8 @@ def test_c15_a_callback_that_raises_is_contained_on_its_own_rank(engine, raises)
 def test_items_that_are_not_the_same_on_every_rank_are_refused_where_they_were_handed_over(engine, of_rank_1, refused):
     of_rank_0 = [STREAMS[0], STREAMS[2]]
     later = [(11, [3, 3], 4)]
-    engine.start(2, callbacks=True, of_rank={rank: {"arrivals": {3: items, 6: later}}
-                                             for rank, items in enumerate((of_rank_0, of_rank_1))})
+    engine.start(2, callbacks=True, has_stats=True, of_rank={rank: {"arrivals": {3: items, 6: later}}
+                                                             for rank, items in enumerate((of_rank_0, of_rank_1))})
     for rank, items in enumerate((of_rank_0, of_rank_1)):
         engine[rank].ask("wait_for_finals", count=len(items) + 1)
         responses = engine[rank].ask("heard")["responses"]
@@ -329,6 +330,8 @@ def test_items_that_are_not_the_same_on_every_rank_are_refused_where_they_were_h
                 assert refused[each] in error or refused[each].replace("0", "1") in error
         assert responses[11][-1][1:] == [True, ""]
     assert engine[0].ask("health")["state"] == "RUNNING"
+    newest = json.loads(engine[0].ask("heard")["stats"][-1])
+    assert newest["Refused Rank Differences"] == sum(text is not None for text in refused.values())
     ends_alike(engine, 1)
 
 

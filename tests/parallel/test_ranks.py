@@ -80,7 +80,7 @@ def altered(at: int):
     (altered(HEADER_SIZE), "checksum"), (altered(-1 % 40), "checksum"),
     (lambda data: [data[:19] + b"\x7f" + data[20:]], "bytes"),
     (lambda data: [data[:5] + b"\x63" + data[6:]], "kind 99"), (lambda data: [data[:-1]], ""),
-], ids=str)
+])
 def test_a_frame_that_is_altered_missing_repeated_or_cut_ends_the_channel(change, says):
     first, second, transport = channels()
     first.send(Kind.ASK, ("x" * 40, 5))
