@@ -6,7 +6,6 @@ Only this file imports every concrete class.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,9 +83,6 @@ class Shared:
     stats: bool
 
 
-_meetings = count()              # names the engines of this process; ranks construct theirs in one order
-
-
 def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
                heartbeat: Heartbeat | None = None) -> GenerationLoop | Follower:
     """Build the loop of this process, which is the only rank or one of several. Arguments as for `build_loop`.
@@ -140,7 +136,7 @@ def open_rendezvous(place: Place, config: ParallelConfig) -> Any:
     from .runtime.ranks.exchange import open_store
 
     return open_store(place.host, place.port, is_server=place.rank == 0 and not place.has_agent_store,
-                      timeout_s=config.connect_timeout_s, name=f"batch_manager {next(_meetings)}")
+                      timeout_s=config.connect_timeout_s)
 
 
 def _compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callbacks) -> "Shared":
@@ -299,7 +295,9 @@ def make_kv_cache_manager(plan: Plan, clock: Clock) -> KvCacheManager:
 
 def _make_backend(arguments: EngineArguments, parts: Parts, meeting: Meeting | None = None) -> ModelBackend:
     if meeting is not None and isinstance(meeting.ranks, Leader):
-        return LeadingBackend(_make_local_backend(arguments, parts, meeting), meeting.ranks)
+        place = meeting.place
+        return LeadingBackend(_make_local_backend(arguments, parts, meeting), meeting.ranks,
+                              range(1, place.tensor_parallel_size) if place.pipeline_parallel_size > 1 else None)
     return _make_local_backend(arguments, parts, meeting)
 
 

@@ -26,7 +26,8 @@ RECEIVE_BYTES = 1 << 15          # more would be allocated anew at each call, by
 SECONDS_TO_HELLO = 10.0          # for a connection to show the key
 SECONDS_BETWEEN_LOOKS = 0.25
 _PORT = struct.Struct("<H")
-_ADDRESS = "control address"
+# Until all ranks have come. A rank of an engine of another size, which may be constructed later, does not find it.
+_ADDRESS = "control address of {} ranks"
 WELCOME = "welcome"
 
 
@@ -164,11 +165,12 @@ def lead(rendezvous: Rendezvous, num_ranks: int, *, host: str, rank_timeout_s: f
     """
     key = token_bytes(KEY_BYTES)
     with _listening(host) as listener:
-        rendezvous.set(_ADDRESS, _PORT.pack(listener.getsockname()[1]) + key)
+        address = _ADDRESS.format(num_ranks)
+        rendezvous.set(address, _PORT.pack(listener.getsockname()[1]) + key)
         try:
             joined = _accept_all(listener, key, num_ranks, rank_timeout_s, connect_timeout_s, check)
         finally:
-            rendezvous.delete(_ADDRESS)                # the store may outlive this process, as torchrun's does
+            rendezvous.delete(address)                 # the store may outlive this process, as torchrun's does
     transports = {rank: transport for rank, (transport, _) in sorted(joined.items())}
     leader = Leader({rank: channel for rank, (_, channel) in sorted(joined.items())}, SocketWait(transports),
                     rank_timeout_s)
@@ -184,9 +186,9 @@ def join(rendezvous: Rendezvous, rank: int, num_ranks: int, *, host: str, rank_t
     """
     deadline = time.monotonic() + connect_timeout_s
     try:
-        address = rendezvous.get(_ADDRESS)
+        address = rendezvous.get(_ADDRESS.format(num_ranks))
     except Exception as error:
-        raise ConfigError(f"rank {rank} found no rank 0 at {host} within {connect_timeout_s:g} s",
+        raise ConfigError(f"rank {rank} of {num_ranks} found no rank 0 at {host} within {connect_timeout_s:g} s",
                           "expected all ranks to start at about the same time",
                           "see the log of rank 0, or raise ParallelConfig.connect_timeout_s") from error
     (port,), key = _PORT.unpack_from(address), address[_PORT.size:]

@@ -1,6 +1,7 @@
 """The backend of rank 0: it sends each step to the other ranks, and runs its own part of it."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -12,19 +13,28 @@ from .ranks import Leader, RankError
 class LeadingBackend:
     """The seams.ModelBackend of an engine of several ranks. It exists on rank 0 only.
 
-    local   the backend of this rank's part. It may have these methods beside those of ModelBackend:
+    local   the backend of this rank's part. It may have these members beside those of ModelBackend:
                 take_drawn(batch) -> tuple of arrays   what the other ranks need for a step, such as the tokens with
                                                        which its sequences continue. They are the arguments of the
                                                        other ranks' `put_drawn`
                 figures() -> Mapping[str, int]
+                choice                                 form of a step that has not begun here
     leader  the channels to the other ranks
 
     A step succeeds if it succeeds on every rank. If it fails on one, every rank has done it, and it can be run again.
     """
 
-    def __init__(self, local: ModelBackend, leader: Leader) -> None:
+    def __init__(self, local: ModelBackend, leader: Leader, late_ranks: Collection[int] | None = None) -> None:
+        """
+        late_ranks   with several stages, the other ranks of rank 0's stage. A step begins on them and on rank 0 when it
+                     is read, or a later one is: meanwhile the stages before are at the next micro-batch. As they begin
+                     together, none of them waits inside an exchange while rank 0 is in a callback.
+                     None: a step begins on all ranks when it is launched
+        """
         self.info: BackendInfo = local.info
         self.local, self.leader = local, leader
+        self._late_ranks: Collection[int] = late_ranks or ()
+        self._late: deque[LedBatch] | None = None if late_ranks is None else deque()
         self._take_drawn: Callable[[ScheduledBatch], tuple[Any, ...]] = getattr(local, "take_drawn", _nothing)
         self._figures_of_local = getattr(local, "figures", dict)
         self._control_s = 0.0
@@ -32,14 +42,27 @@ class LeadingBackend:
     def start(self, batch: ScheduledBatch) -> PendingStep:
         """Send the step to the other ranks, then launch this rank's part; see seams.ModelBackend."""
         began = perf_counter()
-        number = self.leader.send_step(batch, self._take_drawn(batch))
+        drawn = self._take_drawn(batch)
+        number = self.leader.send_step(batch, drawn, self._late_ranks)
         self._control_s += perf_counter() - began
+        step = LedBatch(self, number, batch, drawn)
+        if self._late is not None:
+            self._late.append(step)
+            return step
         try:
-            pending = self.local.start(batch)
+            step.pending = self.begin(step)
         except BaseException:
             self._wait_done_after_failure(number)
             raise
-        return LedBatch(self, number, pending)
+        return step
+
+    def begin(self, step: "LedBatch") -> PendingStep:
+        """Send a late step to the ranks of this stage, and launch this rank's part."""
+        if self._late_ranks:
+            began = perf_counter()
+            self.leader.send_late_step(step.number, step.batch, step.drawn, self._late_ranks)
+            self._control_s += perf_counter() - began
+        return self.local.start(step.batch)
 
     def _wait_done_after_failure(self, number: int) -> None:
         """Wait for the other ranks. Their errors do not matter, because the step failed here. Raises DeviceLostError.
@@ -49,16 +72,18 @@ class LeadingBackend:
         except RankError:
             return
 
-    def finish(self, number: int, pending: PendingStep) -> StepOutput:
+    def finish(self, step: "LedBatch") -> StepOutput:
         """Finish this rank's part of a step, and wait for the other ranks."""
+        while self._late and not step.has_begun:       # all ranks run the steps in the order of their launches
+            self._late.popleft().begin_late()
         try:
-            output = pending.finish()
+            output = step.finish_here()
         except BaseException:
-            self._wait_done_after_failure(number)
+            self._wait_done_after_failure(step.number)
             raise
         began = perf_counter()
         try:
-            self.leader.wait_done(number)
+            self.leader.wait_done(step.number)
         finally:
             self._control_s += perf_counter() - began
         return output
@@ -89,18 +114,41 @@ def _nothing(batch: ScheduledBatch) -> tuple[Any, ...]:
 
 
 class LedBatch:
-    """A step that every rank runs."""
+    """A step that every rank runs.
 
-    __slots__ = ("_backend", "_number", "_pending")
+    pending   this rank's part; None if it has not begun, or its launch failed
+    """
 
-    def __init__(self, backend: LeadingBackend, number: int, pending: PendingStep) -> None:
-        self._backend, self._number, self._pending = backend, number, pending
+    __slots__ = ("_backend", "_error", "batch", "drawn", "number", "pending")
+
+    def __init__(self, backend: LeadingBackend, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...]) -> None:
+        self._backend, self.number, self.batch, self.drawn = backend, number, batch, drawn
+        self.pending: PendingStep | None = None
+        self._error: Exception | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self.pending is not None or self._error is not None
 
     @property
     def choice(self) -> Any:
         """The form of this rank's part, see docs/steps.md; None if the backend has no forms."""
-        return getattr(self._pending, "choice", None)
+        return getattr(self._backend.local if self.pending is None else self.pending, "choice", None)
+
+    def begin_late(self) -> None:
+        """Launch this rank's part. If that fails, `finish_here` says so."""
+        try:
+            self.pending = self._backend.begin(self)
+        except Exception as error:
+            self._error = error
+
+    def finish_here(self) -> StepOutput:
+        """Finish this rank's part."""
+        if self._error is not None:
+            raise self._error
+        assert self.pending is not None
+        return self.pending.finish()
 
     def finish(self) -> StepOutput:
         """Wait for the step on every rank and return this rank's output; see seams.PendingStep."""
-        return self._backend.finish(self._number, self._pending)
+        return self._backend.finish(self)

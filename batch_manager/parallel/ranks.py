@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
 from ..errors import BatchManagerError, ConfigError, DeviceLostError, is_a, text_of, type_name
@@ -37,7 +38,8 @@ class Ranks:
     rank, num_ranks   this process, and all
     beat_s            seconds between two calls of `tick`, which the control plane makes from a thread of its own
     is_starting       whether this rank has not started yet; set by `starting`
-    lost              why the ranks cannot go on; None while they can
+    lost              why the ranks cannot go on; None while they can. A copy of it is raised each time, because the
+                      traceback of an exception grows with each raise
     on_change         called from any thread when the engine's thread must look: a loss, or a rank that asks for the end
     on_end            (drain) called from any thread when another rank asks rank 0 for the end
     end_asked         whether to drain, if another rank has asked for the end; else None
@@ -267,21 +269,27 @@ class Leader(Ranks):
 
     # ---------------------------------------------------------------- steps
 
-    def send_step(self, batch: ScheduledBatch, drawn: tuple[Any, ...] = ()) -> int:
+    def send_step(self, batch: ScheduledBatch, drawn: tuple[Any, ...] = (), late: Collection[int] = ()) -> int:
         """Send a step to every other rank, and return its number.
 
         drawn   arrays for the other ranks' `put_drawn`, such as the tokens drawn since the last step
+        late    ranks that get the step by `send_late_step`
 
         Raises DeviceLostError.
         """
-        self.check()
         number = self._num_steps
         self._num_steps += 1
         self._running[number] = set(self._channels)
-        for other in self._channels:
+        self.send_late_step(number, batch, drawn, [other for other in self._channels if other not in late])
+        return number
+
+    def send_late_step(self, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...], ranks: Collection[int]
+                       ) -> None:
+        """Send a step that has a number to some ranks. Raises DeviceLostError."""
+        self.check()
+        for other in ranks:
             self._send(other, Kind.STEP, (number, batch, drawn))
         self.check()
-        return number
 
     def wait_done(self, number: int) -> None:
         """Wait until every other rank has done a step. Call it once for each step.
@@ -323,7 +331,7 @@ class Leader(Ranks):
     def check(self) -> None:
         """Raise DeviceLostError if a rank is lost."""
         if self.lost is not None:
-            raise self.lost
+            raise copy(self.lost)
 
     def _take(self, other: int, kind: Kind, value: Any) -> None:
         if kind is Kind.DONE:
@@ -410,7 +418,7 @@ class Link(Ranks):
         if self._frames:
             return self._frames.popleft()
         if self.lost is not None and self.end is None:
-            raise self.lost
+            raise copy(self.lost)
         return None
 
     def done(self, number: int, error: tuple[str, bool, bool] | None) -> None:

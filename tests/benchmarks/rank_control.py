@@ -77,9 +77,9 @@ def control_cost(processes: Any, batch: int, iterations: int, num_ranks: int) ->
         loops[1].backend = loops[1]._runner._backend = leading
         send_step = leader.send_step
 
-        def noted(sent: Any, drawn: Any = ()) -> int:
+        def noted(sent: Any, *more: Any) -> int:
             frames[:] = [sent]
-            return send_step(sent, drawn)
+            return send_step(sent, *more)
         leader.send_step = noted
         times: list[list[int]] = [[], []]
         for number in range(WARM_UP_ITERATIONS + iterations):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,6 @@ from batch_manager import (
     InferenceRequest,
     KvCacheConfig,
     ParallelConfig,
-    build,
 )
 from batch_manager.handover import RowFailure, ScheduledBatch
 from batch_manager.kv.audit import audit
@@ -234,7 +232,6 @@ class OtherRanks:
                                           daemon=True) for config in configs[1:]]
         for process in self._running:
             process.start()
-        build._meetings = itertools.count()                      # engines have numbers, the same on all ranks
         return configs[0]
 
     def end(self) -> None:

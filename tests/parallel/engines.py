@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from batch_manager import GptManager, ParallelConfig, build
+from batch_manager import GptManager, ParallelConfig
 from tests.harness.client import Client
 from tests.harness.requests import request
 from tests.harness.world import engine_arguments, make_manager
@@ -17,7 +17,7 @@ class Job(NamedTuple):
 
     folder     the checkpoint
     requests   arguments and keyword arguments of `tests.harness.requests.request`
-    options    those of `make_manager`; `tensor` and `stages` for ParallelConfig
+    options    those of `make_manager`; `tensor`, `stages` and `rank_timeout_s` for ParallelConfig
     """
 
     folder: Any
@@ -52,10 +52,10 @@ def run_rank(port, rank, jobs):
         options = {**options, "device": "cpu"}
         tensor, stages = options.pop("tensor", 1), options.pop("stages", 1)
         if rank >= tensor * stages:
-            next(build._meetings)                      # engines of a process have numbers, the same on all ranks
             continue
         config = ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank,
-                                leader=f"127.0.0.1:{port}", rank_timeout_s=30, connect_timeout_s=60)
+                                leader=f"127.0.0.1:{port}", rank_timeout_s=options.pop("rank_timeout_s", 30),
+                                connect_timeout_s=60)
         if rank == 0:
             results.append(run_alone(Job(folder, requests, {**options, "parallel_config": config})))
         else:

@@ -1,12 +1,17 @@
-"""A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone."""
+"""A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone.
+
+A callback that takes longer than rank_timeout_s costs none.
+"""
 
 import contextlib
+import time
 from unittest import mock
 
 import pytest
 
 from batch_manager.layers.linear import Linear
 from batch_manager.runtime.ranks.staged_model import StagedModel
+from tests.harness.client import Client
 from tests.models.conftest import reference  # noqa: F401
 from tests.models.test_ranks import HEADS
 
@@ -20,12 +25,24 @@ CODES = {"raises": "[MODEL_ERROR]", "memory": "[OUT_OF_MEMORY]", "nan": "[NON_FI
 # (sizes, rank at fault, what it does, after how many products of the step)
 FAULTS = [(sizes, rank, kind, after) for sizes in ((2, 1), (1, 2)) for rank in (0, 1)
           for kind, after in (("raises", 0), ("raises", 3), ("memory", 1), ("nan", 0))] + [((2, 2), 3, "raises", 2)]
+TIMEOUT_S = 4.0
+SLOW = (2, 2), 0, "sleeps", TIMEOUT_S + 1
 
 
 @contextlib.contextmanager
 def planted(kind, after):
     """A block in which this rank fails in each step that has the prompt at fault."""
     embed, left = StagedModel.embed, None
+    if kind == "sleeps":
+        received, seconds = Client.received, [after]
+
+        def slow(self, *given):
+            if seconds:                                # another step is launched, and not read
+                time.sleep(seconds.pop())
+            return received(self, *given)
+        with mock.patch.object(Client, "received", slow):
+            yield
+        return
 
     def poisoned(self, token_ids):
         nonlocal left
@@ -68,8 +85,9 @@ def answers(reference, fork_server):  # noqa: F811
     """Return fault -> answers; None: without a fault."""
     folder = reference("Llama", **HEADS)[1]
     requests = [((number, prompt, 6), {}) for number, prompt in enumerate(PROMPTS)]
-    jobs = [(Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3}), fault)
-            for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in FAULTS)]]
+    jobs = [(Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3,
+                                    "rank_timeout_s": TIMEOUT_S if fault is SLOW else 30}), fault)
+            for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in [*FAULTS, SLOW])]]
     port = free_port()
     found = Processes(fork_server).run(run_with_faults, [(port, rank, jobs) for rank in range(4)])[0]
     return {fault: answer for (_, fault), answer in zip(jobs, found)}
@@ -84,3 +102,9 @@ def test_a_fault_in_a_step_costs_the_request_at_fault_alone(fault, answers):
             assert answer.error.startswith(CODES[fault[2]]), answer.error
         else:
             assert answer.tokens == expected[number].tokens and not answer.error
+
+
+def test_a_callback_longer_than_rank_timeout_s_costs_nothing(answers):
+    """While rank 0 is in it, the ranks of its stage do not wait for it inside an exchange of the next step."""
+    assert {number: (answer.tokens, answer.error) for number, answer in answers[SLOW].items()} == {
+        number: (answer.tokens, "") for number, answer in answers[None].items()}

@@ -30,11 +30,12 @@ def channels() -> tuple[Channel, Channel, MemoryTransport]:
 class Ranks:
     """An engine of several scripted ranks without threads."""
 
-    def __init__(self, make_world, num_ranks: int = 3, **options) -> None:
+    def __init__(self, make_world, num_ranks: int = 3, late_ranks=None, **options) -> None:
         local = DrawingBackend(**OPTIONS)
         self.others = {rank: ScriptedRank(local.info) for rank in range(1, num_ranks)}
         self.ranks = MemoryRanks(self.others)
-        self.world = make_world(backend=LeadingBackend(local, self.ranks.leader), exclude_input=True, **options)
+        self.world = make_world(backend=LeadingBackend(local, self.ranks.leader, late_ranks),
+                                exclude_input=True, **options)
 
     def step(self) -> bool:
         is_busy = self.world.step()
@@ -149,6 +150,37 @@ def test_every_rank_runs_the_steps_of_rank_0_and_has_its_tokens(make_ranks, num_
     assert ranks.world.loop.backend.figures()["World Size"] == num_ranks
 
 
+def test_the_ranks_of_rank_0s_stage_begin_a_step_with_rank_0(make_ranks):
+    """All ranks run the steps in one order, also those that run again after a failure."""
+    ranks, steps = make_ranks(late_ranks=[1], enable_trt_overlap=True), {}
+    local = ranks.world.backend.local
+    for rank, backend in {0: local, **ranks.others}.items():
+        steps[rank] = []
+        backend.on_step = steps[rank].append
+
+    def fail(batch):
+        steps[1].append(batch)
+        if any(2 in work.token_ids for work in batch.context):
+            raise RuntimeError("planted")
+    ranks.others[1].on_step = fail
+    is_late = False
+    for number in range(4):
+        ranks.world.client.pending.append(request(number, [number + 1] * 5, 4))
+        ranks.step()
+        ranks.ranks.run()
+        assert len(steps[0]) == len(steps[1])
+        is_late |= len(steps[2]) > len(steps[1])
+    while ranks.step():
+        continue
+    assert is_late
+    orders = [[(step.iteration, step.slots()) for step in steps[rank]] for rank in range(3)]
+    assert orders[0] == orders[1] == orders[2]
+    client = ranks.world.client
+    assert client.final(1).code == "MODEL_ERROR"
+    for number in (0, 2, 3):
+        assert client.final(number).tokens() == local.expected([number + 1] * 5, 4)
+
+
 @pytest.mark.parametrize("error, code", [(RuntimeError, ErrorCode.MODEL_ERROR), (MemoryError, ErrorCode.OUT_OF_MEMORY)])
 @pytest.mark.parametrize("in_finish", [False, True])
 def test_a_step_that_raises_on_another_rank_is_narrowed_down_as_on_one(make_ranks, error, code, in_finish):
@@ -258,6 +290,12 @@ def test_beats_keep_a_rank_alive_in_a_long_step_and_silence_is_counted_in_own_be
     assert ranks.leader.lost is None
     ranks.tick()
     assert "silent for 4 s" in str(ranks.leader.lost)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(DeviceLostError) as caught:
+            ranks.leader.check()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1] and str(raised[0]) == str(raised[1])    # a raise adds to an exception's traceback
 
 
 def test_the_other_ranks_end_when_rank_0_does():

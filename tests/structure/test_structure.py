@@ -296,7 +296,7 @@ TOWER = [source for source in SOURCES if source.floor == "runtime" and source.pa
 SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
     "operations.py": ({"num_done"}, "a counter"),
-    "ranks/backend.py": ({"tokens", "has_run", "_pending", "_error"}, "of the next step; of a step that has run"),
+    "ranks/backend.py": ({"tokens"}, "of the next step"),
     "ranks/exchange.py": ({"of_torch", "_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_rows", "_done",
                            "_of_a_call", "wait_s", "_devices", "_timeout", "_threads"},
                           "groups, once all ranks are there; what is left of a step"),

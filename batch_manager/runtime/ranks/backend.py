@@ -3,7 +3,6 @@
 Rank 0 draws the tokens, and tells the other ranks with each step which tokens its generating sequences continue with.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -116,16 +115,13 @@ class RankBackend(NativeBackend):
     divide      a function of packing.py, which divides a step into calls of the model
     exchange    what the ranks exchange in a step
     inputs      of the LayersForm of a rank that draws no tokens; None on rank 0
-
-    On rank 0 of several stages, a step runs in `finish`: meanwhile the stages before are at the next micro-batch.
     """
+
+    choice = Choice("packed", ())                      # of every step
 
     def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None) -> None:
         super().__init__(*given)
         self._divide, self._exchange, self._inputs = divide, exchange, inputs
-        self._late: deque[LateBatch] | None = None
-        if exchange.place.rank == 0 and exchange.place.pipeline_parallel_size > 1:
-            self._late = deque()
 
     def take_drawn(self, batch: ScheduledBatch) -> tuple[Any, ...]:
         """Return what the other ranks need for a step: the tokens with which its generating sequences continue."""
@@ -141,28 +137,16 @@ class RankBackend(NativeBackend):
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
         """Launch a step; see seams.ModelBackend."""
-        if self._late is None:
-            return self.run(batch)
-        step = LateBatch(self, batch)
-        self._late.append(step)
-        return step
-
-    def start_alike(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch a step that every rank launches by itself, whose sequences continue with token 0."""
-        if self._inputs is not None:
-            self._inputs.tokens = np.zeros(len(batch.generation) * batch.generation.beam_width, np.int32)
-        return self.run(batch)
-
-    def run(self, batch: ScheduledBatch) -> PendingStep:
         parts = self._parts
         with (on_device(parts.device, parts.stream), torch.inference_mode(),
               self._exchange.step(rows_of_calls(batch, self._divide))):
             return super().start(batch)
 
-    def run_until(self, step: "LateBatch") -> None:
-        """Run the late steps up to this one. All ranks run the steps in the order of their launches."""
-        while not step.has_run:
-            self._late.popleft().run()
+    def start_alike(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch a step that every rank launches by itself, whose sequences continue with token 0."""
+        if self._inputs is not None:
+            self._inputs.tokens = np.zeros(len(batch.generation) * batch.generation.beam_width, np.int32)
+        return self.start(batch)
 
     def figures(self) -> Mapping[str, int]:
         if self._forms is None:
@@ -177,29 +161,3 @@ class RankBackend(NativeBackend):
             finish_stream(self._parts.stream)
         super().close()
         self._exchange.close()
-
-
-class LateBatch:
-    """A step of rank 0 that runs when it is read, or when a later one is; see seams.PendingStep."""
-
-    choice = Choice("packed", ())
-
-    def __init__(self, backend: RankBackend, batch: ScheduledBatch) -> None:
-        self._backend, self._batch = backend, batch
-        self._pending: PendingStep | None = None
-        self._error: Exception | None = None
-        self.has_run = False
-
-    def run(self) -> None:
-        try:
-            self._pending = self._backend.run(self._batch)
-        except Exception as error:
-            self._error = error
-        self.has_run = True
-
-    def finish(self) -> StepOutput:
-        self._backend.run_until(self)
-        if self._error is not None:
-            raise self._error
-        assert self._pending is not None
-        return self._pending.finish()

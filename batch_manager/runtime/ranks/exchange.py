@@ -24,15 +24,14 @@ GLOO_THREADS = 1                   # a rank waits for each of its collectives
 SUM, GATHER, RECEIVE, SEND = "sum", "gather", "receive", "send"
 
 
-def open_store(host: str, port: int, *, is_server: bool, timeout_s: float, name: str) -> "Store":
-    """Return torch's store at an address, with a prefix for one engine. Waits until the store can be reached.
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> "Store":
+    """Return torch's store at an address. Waits until the store can be reached.
 
     is_server   whether this process runs the store. It ends with the last reference to it in the process
-    name        name of the engine, the same on all ranks and new for each engine
 
     Raises ConfigError if no store can be reached within `timeout_s` seconds, or the port is taken.
     """
-    return Store(partial(_open_store, host, port, is_server, timeout_s, name), timeout_s)
+    return Store(partial(_open_store, host, port, is_server, timeout_s), timeout_s)
 
 
 class Store:
@@ -66,7 +65,7 @@ class Store:
             self.of_torch.delete_key(name)
 
 
-def _open_store(host: str, port: int, is_server: bool, timeout_s: float, name: str) -> Any:
+def _open_store(host: str, port: int, is_server: bool, timeout_s: float) -> Any:
     if not distributed.is_available():
         raise ConfigError(f"several ranks are wanted, and torch {torch.__version__} was built without "
                           "torch.distributed", "the ranks exchange hidden states with it", "install another torch")
@@ -79,7 +78,7 @@ def _open_store(host: str, port: int, is_server: bool, timeout_s: float, name: s
             "expected a free port of this machine" if is_server else
             f"expected rank 0 to listen there within {timeout_s:g} s",
             "check that each rank has the address of rank 0 and that rank 0 is running") from error
-    return distributed.PrefixStore(name, store)
+    return distributed.PrefixStore("batch_manager", store)
 
 
 def make_group(store: Store, name: str, rank: int, size: int, *, collectives: str, address: str, timeout_s: float
@@ -140,14 +139,17 @@ class Exchange:
         self._hidden_size, self._dtype = 0, torch.float32
         self.wait_s = 0.0
 
-    def connect(self, store: Store, *, collectives: str, address: str, timeout_s: float) -> None:
-        """Make the groups. Each rank must call this method. Raises DeviceLostError; see `make_group`."""
+    def connect(self, store: Store, engine: str, *, collectives: str, address: str, timeout_s: float) -> None:
+        """Make the groups. Each rank must call this method. Raises DeviceLostError; see `make_group`.
+
+        engine   the same on all ranks, and new for each engine: the store may outlive it
+        """
         place, options = self.place, {"collectives": collectives, "address": address, "timeout_s": timeout_s}
         if self.size > 1:
-            self._ranks = make_group(store, f"ranks of stage {place.stage}", self.rank, self.size, **options)
+            self._ranks = make_group(store, f"{engine} ranks of stage {place.stage}", self.rank, self.size, **options)
         if place.pipeline_parallel_size > 1:
-            self._stages = make_group(store, f"stages of rank {self.rank}", place.stage, place.pipeline_parallel_size,
-                                      **options)
+            self._stages = make_group(store, f"{engine} stages of rank {self.rank}", place.stage,
+                                      place.pipeline_parallel_size, **options)
 
     def reserve(self, most_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Reserve the memory with which `complete` takes part, for calls of up to `most_rows` rows."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ class RankPart:
         """
         exchange, device = self.exchange, parts.device
         exchange.reserve(most_rows, loaded.spec.hidden_size, loaded.dtype, device)
+        engine = self.agree("name of the engine", token_hex(8))[0]
         with on_device(device, parts.stream), torch.inference_mode():
-            exchange.connect(self.store, address=self.address, timeout_s=self.config.rank_timeout_s,
+            exchange.connect(self.store, engine, address=self.address, timeout_s=self.config.rank_timeout_s,
                              collectives=self.config.collectives or ("gloo" if device.type == "cpu" else "nccl"))
         model = StagedModel(loaded.model, self.stage, exchange)
         divide, draws = on_stage(layout, self.stage.is_first), self.place.rank == 0
