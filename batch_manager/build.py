@@ -39,6 +39,7 @@ from .loop.intake import Intake, QueueBounds
 from .loop.preparing import Preparing
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
+from .parallel.channel import MOST_PAYLOAD
 from .parallel.control import WakeUpPipe, join, lead, own_address
 from .parallel.leading import LeadingBackend
 from .parallel.mapping import Place, place_of
@@ -188,7 +189,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end)
         peft_cache_manager = preparing = None
         if plan.adapters is not None:
-            store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages)
+            # A step lists the loads of all steps in flight.
+            store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages,
+                                 None if meeting is None else MOST_PAYLOAD // (limits.window_depth + 1))
             peft_cache_manager = PeftCacheManager(plan.adapters.device_pages, store)
             preparing = Preparing(partial(checked_adapter, modules=plan.adapters.modules,
                                           max_adapter_size=plan.adapters.max_adapter_size), store)

@@ -226,6 +226,9 @@ class GptManager:
 
     def _preparing(self) -> Preparing:
         preparing = self._loop.preparing
+        if preparing is None and self._loop.ranks is not None and self._loop.ranks.rank > 0:
+            raise ConfigError(f"this process is rank {self._loop.ranks.rank}", "rank 0 has the cache for adapters",
+                              "load and forget adapters on rank 0")
         if preparing is None:
             raise ConfigError("the engine has no cache for adapters", "peft_cache_config is None",
                               "set TrtGptModelOptionalParams.peft_cache_config")

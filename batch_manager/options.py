@@ -234,8 +234,6 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
             ("Parts.backend is set", parts.backend is not None, whole, "leave Parts.backend or parallel_config out"),
             ("Parts.attention is set", parts.attention is not None, "only the package's own attention is divided",
              "leave Parts.attention or parallel_config out"),
-            ("peft_cache_config is set", params.peft_cache_config is not None, "adapters are not divided yet",
-             "leave peft_cache_config out"),
             ("run_ahead is True", params.run_ahead and config.pipeline_parallel_size > 1,
              "the stages already work at several micro-batches at a time", "leave run_ahead out"),
             (f"device is {params.device!r}", params.device is not None and params.device.startswith("cuda:"),

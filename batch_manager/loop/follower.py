@@ -22,6 +22,7 @@ SECONDS_BETWEEN_LOOKS = 1.0      # without a frame and without a wake-up
 class LinkToRank0(Protocol):
     """What a Follower uses of parallel.ranks.Link, which documents it."""
 
+    rank: int
     end: str | None
 
     def next_frame(self, seconds: float) -> tuple[str, Any] | None: ...

@@ -19,7 +19,8 @@ from .wire import WireError, pack, unpack
 
 MAGIC = b"BMrk"
 VERSION = 1
-MOST_PAYLOAD = 1 << 30           # bytes
+MOST_PAYLOAD = 1 << 31           # bytes
+MOST_AT_ONCE = 1 << 20           # bytes handed to a transport, which may take fewer
 MOST_BEFORE_HELLO = 1 << 12      # bytes of a frame before the key is known
 _HEADER = struct.Struct("<4sBBHQI")
 _CHECKSUM = struct.Struct("<I")
@@ -113,22 +114,23 @@ class Channel:
         return header + _CHECKSUM.pack(crc32(payload, crc32(header))) + payload
 
     def _flush(self, *, wait: bool) -> None:
+        unsent = memoryview(self._unsent)
         try:
-            while self._unsent:
-                taken = self._transport.send(self._unsent)
-                self._unsent = self._unsent[taken:]
+            while unsent:
+                taken = self._transport.send(bytes(unsent[:MOST_AT_ONCE]))
                 if taken == 0:
                     if not wait:
-                        return
-                    before = len(self._unsent)
+                        break
                     self._transport.wait_to_send(self._send_timeout_s)
-                    taken = self._transport.send(self._unsent)
-                    self._unsent = self._unsent[taken:]
-                    if len(self._unsent) == before:
+                    taken = self._transport.send(bytes(unsent[:MOST_AT_ONCE]))
+                    if taken == 0:
                         raise LostError(f"takes no bytes for {self._send_timeout_s:g} s")
+                unsent = unsent[taken:]
         except OSError as error:
-            self._unsent = b""
+            unsent = unsent[:0]
             raise LostError("has closed its connection") from error
+        finally:
+            self._unsent = bytes(unsent)
 
     def receive(self) -> list[tuple[Kind, Any]]:
         """Return the frames that are there, without BEATs. Never waits.

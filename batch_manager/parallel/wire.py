@@ -5,8 +5,8 @@
 A value has a byte for its kind, then its content. A dataclass has its fields in order. The kinds, the dataclasses and
 the dtypes of arrays are closed lists, and each length has a limit. Nothing is pickled, so bytes cannot name code.
 
-A SlotSetup travels without its fields: only the rank that draws tokens reads them. Its place stays, because a setup
-marks the first chunk of a sequence.
+Of a SlotSetup, the pages of the adapter travel: only the rank that draws tokens reads the other fields. Its place stays
+in any case, because a setup marks the first chunk of a sequence.
 """
 
 import struct
@@ -18,6 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from ..adapter_values import AdapterContent, AdapterPart
 from ..handover import (
     NO_GENERATION,
     NO_UPDATES,
@@ -42,9 +43,11 @@ INT32, FLOAT32 = DTYPES[0], DTYPES[1]
 # Objects that are one byte, and arrive as the same object: backends compare by identity.
 CONSTANTS = (None, False, True, NO_GENERATION, NO_UPDATES)
 CLASSES: tuple[type, ...] = (ScheduledBatch, ContextWork, GenerationWork, BlockTableUpdates, BlockCopy, BlockClear,
-                             AdapterLoad, SlotSetup)
-WITHOUT_FIELDS = {SlotSetup: SlotSetup()}
-ARRAY_DTYPES: dict[tuple[type, str], np.dtype] = {(ContextWork, "embeddings"): FLOAT32}    # others are int32
+                             AdapterLoad, SlotSetup, AdapterContent, AdapterPart)
+ONLY_FIELDS: dict[type, tuple[str, ...]] = {SlotSetup: ("adapter_pages",)}                 # others travel whole
+NUMBERS = tuple(map(np.dtype, ("float32", "float16", "uint16")))                           # of an adapter
+ARRAY_DTYPES: dict[tuple[type, str], tuple[np.dtype, ...]] = {
+    (ContextWork, "embeddings"): (FLOAT32,), (AdapterPart, "a"): NUMBERS, (AdapterPart, "b"): NUMBERS}
 
 # The first byte of a value: its index in CONSTANTS, one of these, or FIRST_CLASS plus an index in CLASSES.
 INTEGER, NATURAL, NUMBER, TEXT, BYTES, TUPLE, ARRAY, FIRST_CLASS = 8, 9, 10, 11, 12, 13, 14, 16
@@ -55,12 +58,12 @@ class WireError(Exception):
 
 
 class Field:
-    """One field of a dataclass: the kinds that it may have, those of the items of its tuple, and its arrays' dtype."""
+    """One field of a dataclass: the kinds that it may have, those of the items of its tuple, and its arrays' dtypes."""
 
-    __slots__ = ("name", "kinds", "item_kinds", "dtype")
+    __slots__ = ("name", "kinds", "item_kinds", "dtypes")
 
     def __init__(self, owner: type, name: str, annotation: Any) -> None:
-        self.name, self.dtype = name, ARRAY_DTYPES.get((owner, name), INT32)
+        self.name, self.dtypes = name, ARRAY_DTYPES.get((owner, name), (INT32,))
         self.kinds = _kinds_of(annotation)
         self.item_kinds = frozenset[int]().union(*[
             _kinds_of(item) for part in _alternatives(annotation) if get_origin(part) is tuple
@@ -85,17 +88,23 @@ def _kinds_of(annotation: Any) -> frozenset[int]:
 
 
 FIELDS: dict[type, tuple[Field, ...]] = {
-    cls: () if cls in WITHOUT_FIELDS else tuple(
-        Field(cls, field.name, hints[field.name]) for field in fields(cls))
+    cls: tuple(Field(cls, name, hints[name])
+               for name in ONLY_FIELDS.get(cls) or [field.name for field in fields(cls)])
     for cls in CLASSES for hints in [get_type_hints(cls)]}
 
 # ---------------------------------------------------------------------- to bytes
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda value: (get(value),)
+
 
 _INTEGER, _NATURAL, _NUMBER, _COUNT = map(struct.Struct, ("<Bq", "<BQ", "<Bd", "<BI"))
 _ARRAYS = [struct.Struct(f"<BBB{dimensions}I") for dimensions in range(MOST_DIMENSIONS + 1)]
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _CONSTANT_BYTES = {id(constant): bytes([index]) for index, constant in enumerate(CONSTANTS)}
-_CONTENT = {cls: attrgetter(*[field.name for field in its]) for cls, its in FIELDS.items() if its}
+_CONTENT = {cls: _getter([field.name for field in its]) for cls, its in FIELDS.items()}
 _CLASS_BYTES = {cls: bytes([FIRST_CLASS + index]) for index, cls in enumerate(CLASSES)}
 
 
@@ -131,7 +140,7 @@ def _put(value: Any, add: Callable[[bytes], None], depth: int) -> None:
             _put(item, add, depth + 1)
     elif kind in FIELDS:
         add(_CLASS_BYTES[kind])
-        for content in _CONTENT[kind](value) if FIELDS[kind] else ():
+        for content in _CONTENT[kind](value):
             if type(content) is int and -1 << 63 <= content < 1 << 63:    # most fields
                 add(_INTEGER.pack(INTEGER, content))
             else:
@@ -203,7 +212,7 @@ def _get_array(data: bytes, at: int, field: Field | None) -> tuple[np.ndarray, i
     if code >= len(DTYPES) or dimensions > MOST_DIMENSIONS:
         raise WireError("an array has an unknown dtype or too many dimensions")
     dtype, form = DTYPES[code], _ARRAYS[dimensions]
-    if field is not None and dtype is not field.dtype:
+    if field is not None and dtype not in field.dtypes:
         raise WireError(f"the field {field.name} has an array of {dtype}")
     shape = form.unpack_from(data, at)[3:]
     at += form.size
@@ -224,8 +233,6 @@ def _get_object(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     if index >= len(CLASSES) or depth > DEEPEST:
         raise WireError(f"an object is of class {index}, or too deep")
     cls, at = CLASSES[index], at + 1
-    if cls in WITHOUT_FIELDS:
-        return WITHOUT_FIELDS[cls], at
     values, integer = [], _INTEGER.unpack_from
     for field in FIELDS[cls]:
         if data[at] == INTEGER and INTEGER in field.kinds:
@@ -234,4 +241,5 @@ def _get_object(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         else:
             value, at = _get(data, at, depth + 1, field, field.kinds)
             values.append(value)
-    return cls(*values), at
+    only = ONLY_FIELDS.get(cls)
+    return cls(*values) if only is None else cls(**dict(zip(only, values))), at

@@ -26,12 +26,13 @@ class AdapterStore:
 
     max_bytes    bytes for all contents
     max_pages    pages of the device for adapters: a larger adapter can never run
+    largest_bytes   bytes of the largest content that a step can bring to other ranks; None: there are none
     used_bytes   bytes of the contents now
     users        request id -> request, of the living requests with an adapter
     """
 
-    def __init__(self, max_bytes: int, max_pages: int) -> None:
-        self.max_bytes, self.max_pages = max_bytes, max_pages
+    def __init__(self, max_bytes: int, max_pages: int, largest_bytes: int | None = None) -> None:
+        self.max_bytes, self.max_pages, self.largest_bytes = max_bytes, max_pages, largest_bytes
         self.used_bytes = 0
         self.users: dict[int, LlmRequest] = {}
         self._stored: dict[bytes, _Stored] = {}
@@ -120,6 +121,9 @@ class AdapterStore:
         if content.num_bytes > self.max_bytes:
             raise RequestTooLargeError(f"the adapter has {size}", f"host_cache_size is {self.max_bytes:,}",
                                        "raise PeftCacheConfig.host_cache_size, or use a smaller adapter")
+        if self.largest_bytes is not None and content.num_bytes > self.largest_bytes:
+            raise RequestTooLargeError(f"the adapter has {size}", "a step brings the other ranks adapters of at most "
+                                       f"{self.largest_bytes:,}", "use a smaller adapter, or bfloat16")
         idle = sum(self._stored[digest].content.num_bytes for digest in self._idle)
         if self.used_bytes - idle + content.num_bytes > self.max_bytes:
             raise QueueFullError(f"the adapter has {size}, and adapters in use or kept have "

@@ -94,7 +94,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
                    part=part)
     spec = loaded.spec
-    if port is not None and not port.projections:
+    if port is not None and part is not None:
+        for sizes in part.agree("adapter modules", port.sizes()):
+            port.add_sizes(sizes)
+    if port is not None and not port.modules.sizes:
         raise ConfigError(f"peft_cache_config is set, and the model class is {type_name(loaded.model)}",
                           "none of its layers is a projection of lora_modules", "leave peft_cache_config out")
     max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
@@ -119,14 +122,18 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size,
                                    block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
                                    free_bytes=free_memory(torch.device("cpu")))
-    num_pages, page_bytes, reasons = 0, 0, []
-    if port is not None:
-        page_bytes = port.entries * loaded.dtype.itemsize
-        num_pages, reason = plan_adapter_pages(peft, page_bytes=page_bytes, num_projections=len(port.projections),
-                                               free_bytes=free_memory(device))
-        reasons.append(reason)
     if part is not None:                                  # each sees the memory that all weights of a machine leave
         part.agree("weights", None)
+    num_pages, page_bytes, reasons = 0, 0, []
+    if port is not None:
+        entries = max(port.entries, 1)                    # a stage may have no projection
+        page_bytes = entries * loaded.dtype.itemsize
+        sharing = part.place.local_size if part is not None and device.type == "cpu" else 1
+        num_pages, reason = plan_adapter_pages(peft, page_bytes=page_bytes, free_bytes=free_memory(device) // sharing,
+                                               num_projections=port.modules.num_module_layers)
+        reasons.append(reason)
+        if part is not None:
+            num_pages, = part.least("adapter pages", num_pages)
     plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
                  None if "graph" in absent else graph_sizes, num_pages * page_bytes,
                  1 if part is None else part.place.local_size)
@@ -156,7 +163,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                is_engine_thread=is_engine_thread, adapters=port)
             handlers = block_operations(pool, host_pool)
             if port is not None:
-                port.bind(LoraPool(port.projections, port.entries, num_pages, loaded.dtype, device), parts.slots)
+                port.bind(LoraPool(port.projections, entries, num_pages, loaded.dtype, device), parts.slots)
                 handlers[AdapterLoad] = port.pool.load
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on

@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         parser.error(f"--keep-alive-seconds is {keep_alive_s}; expected 1 to {LONGEST_KEEP_ALIVE_S}")
     wanted = {field: value for name, field in ADAPTER_OPTIONS.items() if (value := given.pop(name, None))}
     has_adapters = given.pop("enable_lora") or wanted
-    if has_adapters and sizes != (1, 1):
-        parser.error("LoRA adapters were asked for with several ranks; expected one rank; leave out one of them")
     try:
         from ..extras.openai.adapters import AdapterOptions
         from ..extras.openai.application import engine_params, make_app
@@ -81,12 +79,13 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         return 1
     try:
         config = parallel_config(*sizes)
+        adapters = AdapterOptions.of(**wanted) if has_adapters else None
         if rank_of(config) > 0:
+            cache = {} if adapters is None else {"peft_cache_config": adapters.cache(*models)}
             fields = {"block_reuse", *TrtGptModelOptionalParams.__dataclass_fields__}
-            return follow(*models, engine_params(parallel_config=config, **{
+            return follow(*models, engine_params(parallel_config=config, **cache, **{
                 name: value for name, value in given.items() if name in fields}))
         check_port(host, port)
-        adapters = AdapterOptions.of(**wanted) if has_adapters else None
         app = make_app(*models, parallel_config=config, adapters=adapters, **given)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)

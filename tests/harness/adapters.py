@@ -53,6 +53,16 @@ def with_adapter(model, seed, *, share=0.6, ranks=RANKS, chosen=None):
     return with_peft, parts
 
 
+def with_adapter_of_size(model, seed, rank):
+    """Return the parts of a random adapter of all projections, of one rank."""
+    draw = np.random.default_rng(seed)
+    return [AdapterPart(part.module, part.layer, draw.normal(size=(rank, part.a.shape[1])).astype(np.float32) / 8,
+                        draw.normal(size=(len(part.b), rank)).astype(np.float32) / 4)
+            for name in projections_of(model)
+            for part in parts_of(name, np.empty((1, model.get_submodule(name).weight.shape[1]), np.float32),
+                                 np.empty((model.get_submodule(name).weight.shape[0], 1), np.float32))]
+
+
 def parts_of(name, a, b):
     """Return the parts of a projection: several for a fused one whose modules share A."""
     layer, modules = locate_projection(name)

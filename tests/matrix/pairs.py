@@ -23,7 +23,7 @@ TABLE = """
   B                  =  r  =  =  =  =  =
   G                     =  =  =  =  =  =
   A                        =  =  r  =  r
-  L                           =  r  r  r
+  L                           =  r  =  =
   V                              =  r  r
   T                                 =  =
   Y                                    =
@@ -72,9 +72,6 @@ REASONS: dict[str, Reason] = {
     "AY": Reason("the stages already overlap steps", says=(
         "run_ahead is True, and parallel_config has 2 ranks; the stages already work at several micro-batches at a "
         "time; leave run_ahead out")),
-    **dict.fromkeys(("LT", "LY"), Reason("adapters are not divided", says=(
-        "peft_cache_config is set, and parallel_config has 2 ranks; adapters are not divided yet; leave "
-        "peft_cache_config out"))),
     **dict.fromkeys(("VT", "VY"), Reason("ranks do not pad", says=(
         "TrtGptModelType.V1 is set, and parallel_config has 2 ranks; their steps have the form packed alone; use "
         "InflightFusedBatching"))),

@@ -17,7 +17,7 @@ MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
 MIXTURES = [("CRPWBA", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPB", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
-            ("CRPBT", "llama", False), ("CRPBY", "llama", True), ("PWGAT", "llama", False)]
+            ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",

@@ -15,7 +15,14 @@ from batch_manager.models import load_model
 from batch_manager.runtime.adapters.pool import LoraPool
 from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
-from tests.harness.adapters import RANKS, content_of, parts_of, projections_of, tensors_of, with_adapter
+from tests.harness.adapters import (
+    RANKS,
+    content_of,
+    projections_of,
+    tensors_of,
+    with_adapter,
+    with_adapter_of_size,
+)
 
 from .conftest import Driver, expected_logits, random_prompts
 from .test_ranks import CASES, HEADS, MORE, Threads
@@ -234,13 +241,3 @@ def test_requests_of_forty_adapters_in_caches_for_five_are_as_alone(options, ref
     assert records[-1]["LoRA Evictions"] > 5 and records[-1]["LoRA Device Pages"] == 20
     assert max(record["Active Request Count"] for record in records) > 2
     assert pauses == any(record["Paused Requests"] for record in records)
-
-
-def with_adapter_of_size(model, seed, rank):
-    """Return the parts of a random adapter of all projections, of one rank."""
-    draw = np.random.default_rng(seed)
-    return [AdapterPart(part.module, part.layer, draw.normal(size=(rank, part.a.shape[1])).astype(np.float32) / 8,
-                        draw.normal(size=(len(part.b), rank)).astype(np.float32) / 4)
-            for name in projections_of(model)
-            for part in parts_of(name, np.empty((1, model.get_submodule(name).weight.shape[1]), np.float32),
-                                 np.empty((model.get_submodule(name).weight.shape[0], 1), np.float32))]

@@ -4,10 +4,14 @@ All engines run in the same four processes, one after the other. Every family ha
 tests/models/test_ranks.py, with threads as ranks.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from batch_manager import KvCacheConfig, PeftCacheConfig
+from tests.harness.adapters import tensors_of, with_adapter_of_size
 from tests.models.conftest import reference  # noqa: F401
 from tests.models.test_ranks import HEADS, MORE, ONE, PROMPTS, TWO
 from tests.models.test_same_logits_as_transformers import FAMILIES
@@ -17,6 +21,7 @@ from .engines import Job, run_alone, run_ranks
 NEW_TOKENS = 4
 # (tensor_parallel_size, pipeline_parallel_size) -> cases, and what differs from HEADS in them. The stages of the other
 # families are compared in tests/models/test_stages.py.
+ADAPTED = [((2, 1), "llama, grouped queries"), ((1, 2), "gpt2")]
 DETERMINISTIC = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO)]
 ENGINES = {
     (2, 1): {"llama, one key head per query head, biases": {}, "gemma 3": {}, "gpt2": {}, "bloom": {},
@@ -51,8 +56,26 @@ def engines(reference, fork_server):  # noqa: F811
         for most in (1, 8):
             jobs[sizes, case, most] = jobs[(2, 1), "gpt2"]._replace(folder=folder, options={
                 "tensor": sizes[0], "deterministic": True, "max_batch_size": most})
+    for sizes, case in ADAPTED:
+        family, options = FAMILIES[case]
+        model, folder = reference(family, **{**options, **MORE.get(family, HEADS)})
+        jobs[sizes, case, "adapters"] = adapted_job(model, folder, sizes)
     answers = run_ranks(Processes(fork_server), free_port(), list(jobs.values()), 4)
-    return {key: (models.get(key), jobs[key], answer) for key, (answer, _) in zip(jobs, answers)}
+    return {key: (models.get(key), jobs[key], answer) if "adapters" not in key else (jobs[key], answer, records)
+            for key, (answer, records) in zip(jobs, answers)}
+
+
+def adapted_job(model, folder, sizes):
+    """Return a job of requests with one of four adapters, or with none, in pages for two or three adapters."""
+    tensors = {task: tensors_of(with_adapter_of_size(model, task, rank))
+               for task, rank in enumerate([0, 1, 3, 2, 4]) if rank}
+    num_projections = len(tensors[1]["lora_config"])
+    requests = [((number, [*PROMPTS[number % len(PROMPTS)], number], NEW_TOKENS),
+                 {"return_generation_logits": True, **({"lora_task_id": task, **tensors[task]} if task else {})})
+                for number, task in enumerate([0, 1, 2, 1, 3, 0, 4, 2, 1, 0, 3])]
+    return Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "peft_cache_config":
+                                  PeftCacheConfig(max_adapter_size=4, num_device_module_layer=6 * num_projections),
+                                  "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=640)})
 
 
 def greedy(model, prompt):
@@ -86,3 +109,16 @@ def check_bits(answers, expected):
 @pytest.mark.parametrize("sizes, case", [(sizes, case) for sizes, case, _ in DETERMINISTIC])
 def test_with_deterministic_the_bits_of_a_request_do_not_depend_on_others(sizes, case, engines):
     check_bits(engines[sizes, case, 8][2], engines[sizes, case, 1][2])
+
+
+@pytest.mark.parametrize("sizes, case", ADAPTED)
+def test_requests_with_adapters_and_without_are_as_in_one_process(sizes, case, engines):
+    job, answers, records = engines[sizes, case, "adapters"]
+    options = {name: value for name, value in job.options.items() if name not in ("tensor", "stages")}
+    alone, _ = run_alone(job._replace(options={**options, "device": "cpu", "max_batch_size": 1}))
+    for number, answer in answers.items():
+        assert not answer.error and answer.tokens == alone[number].tokens
+        difference = answer.tensors["generation_logits"] - alone[number].tensors["generation_logits"]
+        assert np.abs(difference).max() < 1e-3
+    figures = json.loads(records[-1])
+    assert figures["LoRA Device Pages"] == 6 and figures["LoRA Evictions"] > 0

@@ -89,11 +89,17 @@ def test_a_server_starts_its_ranks_and_ends_if_one_is_killed(tmp_path):
     with log.open("wb") as file:
         server = subprocess.Popen(
             [sys.executable, "-m", "batch_manager.tools", "serve", str(MODEL), "--port", "0", "--num-threads", "1",
-             "--tensor-parallel-size", "2"], stdout=file, stderr=file, env=of_launchers())
+             "--tensor-parallel-size", "2", "--max-loras", "2",
+             "--lora-modules", f"plays={MODEL.parents[1] / 'adapters' / 'plays'}"], stdout=file, stderr=file,
+            env=of_launchers())
     try:
         while not (url := re.search(r"running on (http://127\.0\.0\.1:\d+)", log.read_text())):
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
+        body = {"prompt": "Emma smiled, and", "max_tokens": 12, "temperature": 0}
+        answers = [httpx.post(f"{url[1]}/v1/completions", json={"model": name, **body}, timeout=60).json()
+                   for name in (MODEL.name, "plays")]
+        assert answers[0]["choices"][0]["text"] != answers[1]["choices"][0]["text"]
         ranks, lines = processes_of_ranks(server.pid), []
         body = {"prompt": "Emma smiled, and", "max_tokens": 1500, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url[1]}/v1/completions", json=body, timeout=60) as stream:

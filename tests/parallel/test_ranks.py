@@ -4,6 +4,7 @@ import struct
 import threading
 from zlib import crc32
 
+import numpy as np
 import pytest
 
 from batch_manager.errors import ConfigError, DeviceLostError
@@ -79,7 +80,7 @@ def altered(at: int):
     (altered(0), "no frame"), (altered(4), "version"), (altered(5), "checksum"), (altered(6), "no frame"),
     (altered(8), "frame 1 where frame 0"), (altered(16), "frame"), (altered(20), "checksum"),
     (altered(HEADER_SIZE), "checksum"), (altered(-1 % 40), "checksum"),
-    (lambda data: [data[:19] + b"\x7f" + data[20:]], "bytes"),
+    (lambda data: [data[:19] + b"\xff" + data[20:]], "bytes"),
     (lambda data: [data[:5] + b"\x63" + data[6:]], "kind 99"), (lambda data: [data[:-1]], ""),
 ])
 def test_a_frame_that_is_altered_missing_repeated_or_cut_ends_the_channel(change, says):
@@ -108,6 +109,17 @@ def test_frames_that_came_before_the_end_are_read_first():
     assert second.receive() == [(Kind.END, (False, ""))]
     with pytest.raises(LostError, match="closed"):
         second.receive()
+
+
+def test_a_long_frame_is_handed_over_in_pieces():
+    first, second, transport = channels()
+    array = np.arange(5 << 18, dtype=np.int32)
+    first.send(Kind.ASK, array)
+    assert len(transport.arrives) == 6
+    found = []
+    while not found:
+        found = second.receive()
+    assert np.array_equal(found[0][1], array)
 
 
 def test_a_beat_never_waits_and_leaves_no_half_frame():

@@ -9,7 +9,6 @@ from batch_manager import (
     GptManager,
     ParallelConfig,
     Parts,
-    PeftCacheConfig,
     SchedulerPolicy,
     TrtGptModelOptionalParams,
     TrtGptModelType,
@@ -34,7 +33,6 @@ def start(options, parts, config, model_type=TrtGptModelType.InflightFusedBatchi
     ({}, {"backend": ScriptedBackend}, "Parts.backend is set", "leave Parts.backend or parallel_config out"),
     ({}, {"attention": lambda spec, kv_pool: None}, "Parts.attention is set",
      "leave Parts.attention or parallel_config out"),
-    ({"peft_cache_config": PeftCacheConfig()}, {}, "peft_cache_config is set", "leave peft_cache_config out"),
     ({"run_ahead": True}, {}, "run_ahead is True", "leave run_ahead out"),
     ({"device": "cuda:1"}, {}, "device is 'cuda:1'", "device_ids="),
 ])

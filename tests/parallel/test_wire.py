@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from batch_manager.adapter_values import AdapterContent, AdapterPart
 from batch_manager.handover import (
     NO_GENERATION,
     NO_UPDATES,
@@ -34,16 +35,20 @@ def drawn_batch(rng: Random) -> ScheduledBatch:
     length = rng.randrange(4)
     context = tuple(ContextWork(
         rng.randrange(300), array(rng.randrange(1, 40)), rng.randrange(10**6), rng.random() < 0.5,
-        rng.choice([None, SlotSetup(SamplingConfig(temperature=0.5), request_id=2**64 - 1, stop_words=((1, 2),))]),
+        rng.choice([None, SlotSetup(SamplingConfig(temperature=0.5), request_id=2**64 - 1, stop_words=((1, 2),),
+                                    adapter_pages=rng.choice([(), (4, 7)]))]),
         rng.choice([None, np.float32(rng.random()) * np.ones((2, 8), np.float32)]), rng.randrange(3))
         for _ in range(rng.randrange(3)))
+    parts = tuple(AdapterPart("attn_q", layer, np.ones((2, 3), dtype), np.zeros((4, 2), dtype))
+                  for layer, dtype in enumerate(("float32", "float16", "uint16")))
+    content = rng.choice([None, AdapterContent(bytes(range(32)), "float32", parts, 99, 2)])
     generation = rng.choice([NO_GENERATION, GenerationWork(array(length), array(length), rng.randrange(1, 5)),
                              GenerationWork(array(length), array(length), 1, array(length), array(7))])
     return ScheduledBatch(
         rng.randrange(2**40), rng.randrange(2), context, generation,
         rng.choice([NO_UPDATES, BlockTableUpdates(array(3), array(3), array(3))]), rng.randrange(9),
         rng.randrange(1, 5),
-        rng.choice([(), (BlockCopy(1, 2, 3, True, False), BlockClear(4, 5), AdapterLoad(2**63 + 1, (6, 7)))]),
+        rng.choice([(), (BlockCopy(1, 2, 3, True, False), BlockClear(4, 5), AdapterLoad(2**63 + 1, (6, 7), content))]),
         rng.randrange(2**50))
 
 
@@ -55,7 +60,7 @@ def same(first, second) -> bool:
     if type(first) is tuple:
         return len(first) == len(second) and all(map(same, first, second))
     if type(first) is SlotSetup:
-        return second == SlotSetup()
+        return second == SlotSetup(adapter_pages=first.adapter_pages)
     if type(first) in FIELDS:
         return all(same(getattr(first, field.name), getattr(second, field.name)) for field in fields(first))
     return first == second

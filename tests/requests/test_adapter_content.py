@@ -1,12 +1,15 @@
 """The tensors of an adapter: their parts, their digest, and the errors that name tensor, row, value and range."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from batch_manager.adapter_values import MODULE_NAMES, AdapterInfo, AdapterModules
-from batch_manager.errors import InvalidRequestError
+from batch_manager.adapter_values import MODULE_NAMES, AdapterContent, AdapterInfo, AdapterModules
+from batch_manager.errors import InvalidRequestError, RequestTooLargeError
 from batch_manager.requests.adapter_content import checked_adapter, read_adapter
+from batch_manager.requests.adapter_store import AdapterStore
 
 MODULES = AdapterModules({"attn_qkv": ((4, 8), (4, 8)), "attn_q": ((4, 4), (4, 4)), "attn_dense": ((4, 4), (4, 4)),
                           "mlp_4h_to_h": ((6, 4), None)})
@@ -94,6 +97,13 @@ def test_a_wrong_adapter_is_refused_with_the_place_and_the_range(given, says):
 
 
 def test_the_modules_of_a_model():
-    assert MODULES.num_layers == 2 and MODULES.num_module_layers == 7 and MODULES.page_elements == 24 + 16 + 16 + 10
+    assert MODULES.num_layers == 2 and MODULES.num_module_layers == 5 and MODULES.page_elements == 16 + 16 + 10
     assert set(MODULES.only(("attn_q", "mlp_gate")).sizes) == {"attn_q"} and MODULES.only(None) is MODULES
     assert MODULE_NAMES.index("mlp_gate") == 7 and len(MODULE_NAMES) == 8
+
+
+def test_an_adapter_that_no_step_can_bring_to_the_other_ranks_is_refused():
+    store, content = AdapterStore(1000, 8, largest_bytes=100), AdapterContent(b"1", "float32", (), 101, 1)
+    with pytest.raises(RequestTooLargeError, match="has 101 bytes; a step brings the other ranks .* at most 100; "):
+        store.put(1, content)
+    assert store.put(2, replace(content, num_bytes=100)) and store.used_bytes == 100

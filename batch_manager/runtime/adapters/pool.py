@@ -140,7 +140,7 @@ class LoraPool:
         ranks = np.zeros(len(self.projections), np.int32)
         for part in () if content is None else content.parts:
             a, b = _tensor(part.a), _tensor(part.b)
-            for projection, first_row in self._at[part.layer, part.module]:
+            for projection, first_row in self._at.get((part.layer, part.module), ()):    # () on other stages
                 at, to, rank = projection.a, projection.b, len(a)
                 block[:rank, at : at + projection.in_size] = projection.part_of_a(a)
                 block[:rank, to : to + projection.out_size] = projection.part_of_b(b, first_row).t()

@@ -64,6 +64,15 @@ class LoraPort:
         return AdapterModules({module: tuple(sizes[module].get(layer) for layer in range(count))
                                for module in MODULE_NAMES if module in sizes})
 
+    def sizes(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Return (module, layer, inputs, outputs) of each projection, in the sizes of the whole model."""
+        return tuple((module, layer, *size) for module, layers in self._sizes.items() for layer, size in layers.items())
+
+    def add_sizes(self, sizes: Sequence[tuple[str, int, int, int]]) -> None:
+        """Add what another rank's `sizes` returned, so that `modules` has the layers of all stages."""
+        for module, layer, *size in sizes:
+            self._sizes.setdefault(module, {})[layer] = (size[0], size[1])
+
     def bind(self, pool: LoraPool, slots: SlotState) -> None:
         """Set the pool with the pages, and the slots that say which sequence has which pages. Called once."""
         self.pool, self._slots = pool, slots

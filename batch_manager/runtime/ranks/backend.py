@@ -18,6 +18,7 @@ from ...handover import GenerationWork, ScheduledBatch, StepOutput
 from ...models.registry import Model
 from ...seams import PendingStep
 from .. import packing
+from ..adapters.port import LoraPort
 from ..block_tables import BlockTables
 from ..device.running import finish_stream, on_device
 from ..forms.form import Choice
@@ -30,8 +31,8 @@ from .exchange import Exchange
 class RankForward(LayersForward):
     """Runs the layers of this rank's part. See Forward."""
 
-    def __init__(self, model: Model, attention: Attention, exchange: Exchange) -> None:
-        super().__init__(model, attention)
+    def __init__(self, model: Model, attention: Attention, port: LoraPort | None, exchange: Exchange) -> None:
+        super().__init__(model, attention, port)
         self._exchange = exchange
 
     def run(self, call: ModelCall, *given: Any) -> torch.Tensor:

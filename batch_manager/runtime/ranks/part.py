@@ -86,13 +86,14 @@ class RankPart:
         model = StagedModel(loaded.model, self.stage, exchange)
         divide, draws = on_stage(layout, self.stage.is_first), self.place.rank == 0
         inputs = None if draws else InputTokens()
-        given = "packed", parts, model, RankForward(model, parts.attention, exchange), LayersHead(model), divide
+        forward = RankForward(model, parts.attention, parts.adapters, exchange)
+        given = "packed", parts, model, forward, LayersHead(model), divide
         forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, *given)], parts, absent)
         log_forms(forms)
         # A step is launched when the step before it has been read: the next one's frame has its tokens.
         info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False)
         backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs)
-        with parts.threads(None)():
+        with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
             warm_up(parts, forms, own_stages, backend.start_alike)
         self.agree("warm-up", None)
         return backend
