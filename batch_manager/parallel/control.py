@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from hmac import compare_digest
 from secrets import token_bytes
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..contained_log import log
 from ..errors import ConfigError, counted
@@ -21,6 +21,7 @@ from ..thread_stack import start_with_enough_stack
 from .channel import VERSION, Channel, Kind, LostError
 from .ranks import Leader, Link, Ranks
 
+T = TypeVar("T")
 KEY_BYTES = 16
 RECEIVE_BYTES = 1 << 15          # more would be allocated anew at each call, by the kernel
 SECONDS_TO_HELLO = 10.0          # for a connection to show the key
@@ -223,6 +224,28 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def within(seconds: float, make: Callable[[], T]) -> T:
+    """Return make(). Raises its RuntimeError, or TimeoutError if it takes longer: torch waits without end for a listener
+    that never answers. The call then stays in its thread, which does not keep the process alive."""
+    made: list[T] = []
+    raised: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="batch_manager meeting", daemon=True)
+    start_with_enough_stack(thread)
+    thread.join(seconds + 0.5)                         # torch says more if it gives up itself
+    if raised:
+        raise raised[0]
+    if not made:
+        raise TimeoutError(f"no answer within {seconds:.1f} s")
+    return made[0]
 
 
 def _listening(host: str) -> socket.socket:

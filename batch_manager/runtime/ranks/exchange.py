@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from ...errors import ConfigError, DeviceLostError
+from ...parallel.control import within
 from ...parallel.mapping import Place
 from ..device.running import first_line
 
@@ -31,7 +32,8 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> "S
 
     Raises ConfigError if no store can be reached within `timeout_s` seconds, or the port is taken.
     """
-    return Store(partial(_open_store, host, port, is_server, timeout_s), timeout_s)
+    deadline = time.monotonic() + timeout_s
+    return Store(partial(_open_store, host, port, is_server, timeout_s, deadline), deadline)
 
 
 class Store:
@@ -40,16 +42,16 @@ class Store:
     of_torch   torch's store. A process that does not run it opens it again if it has met that of an earlier engine
     """
 
-    def __init__(self, open_one: Callable[[], Any], timeout_s: float) -> None:
-        self._open, self._timeout_s, self.of_torch = open_one, timeout_s, open_one()
+    def __init__(self, open_one: Callable[[], Any], deadline: float) -> None:
+        self._open, self._deadline, self.of_torch = open_one, deadline, open_one()
 
     def set(self, name: str, value: bytes) -> None:
         self.of_torch.set(name, value)
 
     def get(self, name: str) -> bytes:
-        """Return a value, once it is there. Raises TimeoutError if it does not come within `timeout_s` seconds."""
-        deadline = time.monotonic() + self._timeout_s
-        while (seconds := deadline - time.monotonic()) > 0:
+        """Return a value, once it is there. Raises TimeoutError if it is not there `timeout_s` seconds after the store
+        was opened."""
+        while (seconds := self._deadline - time.monotonic()) > 0:
             try:
                 self.of_torch.wait([name], timedelta(seconds=seconds))
                 return bytes(self.of_torch.get(name))
@@ -65,14 +67,15 @@ class Store:
             self.of_torch.delete_key(name)
 
 
-def _open_store(host: str, port: int, is_server: bool, timeout_s: float) -> Any:
+def _open_store(host: str, port: int, is_server: bool, timeout_s: float, deadline: float) -> Any:
     if not distributed.is_available():
         raise ConfigError(f"several ranks are wanted, and torch {torch.__version__} was built without "
                           "torch.distributed", "the ranks exchange hidden states with it", "install another torch")
+    seconds = max(deadline - time.monotonic(), 0.1)
     try:
-        store = distributed.TCPStore(host, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False,
-                                     multi_tenant=True)
-    except RuntimeError as error:
+        store = within(seconds, partial(distributed.TCPStore, host, port, None, is_server, timedelta(seconds=seconds),
+                                        wait_for_workers=False, multi_tenant=True))
+    except (RuntimeError, TimeoutError) as error:
         raise ConfigError(
             f"the ranks cannot meet at {host}:{port}: {first_line(error)}",
             "expected a free port of this machine" if is_server else
