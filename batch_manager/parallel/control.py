@@ -227,8 +227,11 @@ def own_address(host: str, port: int) -> str:
 
 
 def within(seconds: float, make: Callable[[], T]) -> T:
-    """Return make(). Raises its RuntimeError, or TimeoutError if it takes longer: torch waits without end for a listener
-    that never answers. The call then stays in its thread, which does not keep the process alive."""
+    """Return make(). Raises its RuntimeError, or TimeoutError if it takes longer.
+
+    torch waits without end for a listener that never answers. Its call then stays in a thread, which does not keep the
+    process alive.
+    """
     made: list[T] = []
     raised: list[RuntimeError] = []
 

@@ -40,6 +40,7 @@ SENTENCES = {
     waiting.PREFIX: "waited: another request computed a prefix that it shares",
     waiting.BLOCKS: "waited: too few KV cache blocks were free",
     waiting.TOKENS: "waited: too few tokens of the steps were left (max_num_tokens)",
+    waiting.ADAPTER_PAGES: "waited: too few pages for its adapter were free, or other adapters were loaded first",
     waiting.BEAM_WIDTH: "waited: the steps had requests of another beam width",
     waiting.ORDER: "waited: after other requests that waited",
     NO_STEP: "waited: no step was planned",

@@ -156,9 +156,9 @@ def test_a_value_that_was_deleted_is_not_found_by_a_later_engine(port):
 def test_a_store_that_cannot_be_reached_is_refused(port):
     with pytest.raises(ConfigError, match=rf"the ranks cannot meet at 127.0.0.1:{port}: .*listen there within 1 s"):
         open_store("127.0.0.1", port, is_server=False, timeout_s=1)
-    with socket.create_server(("127.0.0.1", port)):    # torch waits for its answer without end
-        with pytest.raises(ConfigError, match=rf"the ranks cannot meet at 127.0.0.1:{port}: .*listen there within 1 s"):
-            open_store("127.0.0.1", port, is_server=False, timeout_s=1)
+    with (socket.create_server(("127.0.0.1", port)),   # torch waits for its answer without end
+          pytest.raises(ConfigError, match="expected rank 0 to listen there within 1 s")):
+        open_store("127.0.0.1", port, is_server=False, timeout_s=1)
 
 
 def test_the_private_names_of_torch_are_there():

@@ -14,7 +14,7 @@ from batch_manager.weights import folder, json_file, safetensors_header, safeten
 from batch_manager.weights.folder import CheckpointFile, CheckpointFolder
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.safetensors_header import StoredTensor
-from batch_manager.weights.safetensors_source import SafetensorsWeights
+from batch_manager.weights.safetensors_source import FileTensor, SafetensorsWeights
 
 
 def a_message_takes_over_what_the_file_says(patch) -> None:
@@ -94,12 +94,12 @@ def a_tied_head_is_not_compared(patch) -> None:
 
 
 def numbers_of_sixteen_bits_are_all_of_one_kind(patch) -> None:
-    real = SafetensorsWeights._read
+    real = FileTensor.read
 
-    def read(self, name):
-        tensor = real(self, name)
+    def read(self, index=None):
+        tensor = real(self, index)
         return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
-    patch.setattr(SafetensorsWeights, "_read", read)
+    patch.setattr(FileTensor, "read", read)
 
 
 def a_file_that_is_no_safetensors_file_is_unpickled(patch) -> None:

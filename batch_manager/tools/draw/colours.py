@@ -30,6 +30,7 @@ WAITING_FOR: dict[str, Colour] = {
     waiting.PREFIX: Colour("#dacfeb", "#4d4363"),
     waiting.BLOCKS: Colour("#f3d3bb", "#66472f"),
     waiting.TOKENS: Colour("#c9d9ef", "#36496a"),
+    waiting.ADAPTER_PAGES: Colour("#e3c9dd", "#5a3a54"),
     waiting.BEAM_WIDTH: Colour("#c8e2e1", "#2f5655"),
     waiting.ORDER: WAITING,
 }
