@@ -19,6 +19,7 @@ from .layers.context import LayerContext
 from .models.implementation import NATIVE
 from .models.loading import class_and_spec
 from .models.registry import is_shipped
+from .weights.adapter_selection import Selection
 from .weights.checkpoint import open_checkpoint
 from .weights.folder import CheckpointFile, CheckpointFolder
 from .weights.json_file import MAX_NUMBER, Fields, read_json_file, shown
@@ -34,12 +35,12 @@ LARGEST_RANK = 1024
 LARGEST_TENSOR = 2**34               # bytes of lora_weights, whose rows are padded to the length of the longest one
 LARGEST_TASK_ID = 2**64 - 1
 
-# Keys of adapter_config.json that change nothing about what a trained adapter computes: training, initial values that
-# leave the base model as it is, and what tells which tensors the file has, which the tensors themselves tell.
+# Keys of adapter_config.json that change nothing about what a trained adapter computes: training, and initial values
+# that leave the base model as it is.
 HARMLESS_KEYS = frozenset((
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "fan_in_fan_out",
-    "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config"))
+    "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config"))
+SELECTING_KEYS = frozenset(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"))
 # Keys of variants that compute other numbers -> the variant, for the error. Null, false and empty values are accepted.
 REFUSED_KEYS = {
     "use_dora": "DoRA scales the weight by a magnitude", "lora_bias": "the adapter has biases",
@@ -287,7 +288,7 @@ def _read_config(folder: CheckpointFolder) -> Fields:
                 patterns.count(pattern, maximum=LARGEST_RANK)
             else:
                 patterns.number(pattern, minimum=-MAX_NUMBER)
-    known = HARMLESS_KEYS | REFUSED_KEYS.keys() | config.asked_for | {"init_lora_weights"}
+    known = HARMLESS_KEYS | SELECTING_KEYS | REFUSED_KEYS.keys() | config.asked_for | {"init_lora_weights"}
     for name in config.values:
         if name not in known:
             raise ModelLoadError(f"{file} has the key {shown(name)}", "expected only keys that are known to change "
@@ -299,11 +300,14 @@ def _read_factors(folder: CheckpointFolder, config: Fields, projections: Mapping
     tensors = open_tensors(folder.file(TENSOR_FILE))
     path = folder.path / TENSOR_FILE
     pairs: dict[str, dict[str, FileTensor]] = {}
+    selection = Selection(config)
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None or match[1] not in projections:
             raise ModelLoadError(f"{path} contains tensor {shown(name)}", _what_is_wrong(name, match is not None),
                                  "train the adapter on projections of attention and MLP only")
+        if match[1] not in pairs:
+            selection.check(match[1], name)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise ModelLoadError(f"{path} has no tensors", "expected the factors of at least one projection",

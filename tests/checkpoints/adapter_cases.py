@@ -51,6 +51,9 @@ LIKELY = {
     "alpha_pattern": [{"o_proj": 3}, {".*": 3}, {"attn.c_attn": 0.25, "c_attn": 1}, {"proj": 2},
                       {"1.mlp.down_proj": -1}],
     "init_lora_weights": ["gaussian", "pissa", "olora", False, "eva", "pissa_niter_4"], "bias": ["all", "lora_only"],
+    "target_modules": [["q_proj", "k_proj"], "all-linear", ["mlp.c_proj", "o_proj"], [], "(a*)*"],
+    "exclude_modules": [["v_proj"], ["model.layers.0.mlp.up_proj", "proj"], []],
+    "layers_to_transform": [0, 1, [1], [0, 1], []],
     "peft_type": ["IA3", "lora", "ADALORA"], "use_dora": [True], "modules_to_save": [["lm_head"], []]}
 PATTERNS = ("rank_pattern", "alpha_pattern")
 NAMES = ("lora_magnitude_vector", "lora_embedding_A", "lora_B.bias", "lora_A.default.weight", "lora_C.weight",
@@ -67,7 +70,7 @@ def honest(model: str, dtype: str, rank: int) -> Draft:
         _, _, inputs, outputs = PROJECTIONS[model][module]
         tensors += [(f"{PREFIX}{module}.lora_A.weight", dtype, (rank, inputs)),
                     (f"{PREFIX}{module}.lora_B.weight", dtype, (sum(outputs), rank))]
-    fields = {**FIELDS, "r": rank}
+    fields = {**FIELDS, "r": rank, "target_modules": sorted({module.rsplit(".", 1)[1] for module in modules})}
     return Draft(model, [(name, json.dumps(value)) for name, value in fields.items()],
                  {TENSORS: tensor_file(tensors, source)})
 

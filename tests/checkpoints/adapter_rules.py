@@ -13,10 +13,11 @@ from .entries import Entry
 from .rules import ELEMENT_BYTES, Bad, Broken, Good, _content, _label, in_float32, parse_json, read_tensors
 
 # What may have any value; what must be absent or empty; the others are read.
-FREE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-        "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
-        "peft_version", "qalora_group_size", "revision", "target_modules", "task_type")
-READ = ("r", "lora_alpha", "peft_type", "use_rslora", "bias", "init_lora_weights", *PATTERNS)
+FREE = ("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
+        "fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size",
+        "revision", "task_type")
+SELECTING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+READ = ("r", "lora_alpha", "peft_type", "use_rslora", "bias", "init_lora_weights", *PATTERNS, *SELECTING)
 EMPTY = tuple(name for name in FIELDS if name not in FREE and name not in READ)
 
 
@@ -41,11 +42,13 @@ def _judge(projections: Mapping[str, Any], files: Mapping[str, Entry]) -> Good |
     except Broken as broken:
         return Bad([(_label(files, TENSORS), field) for field in broken.fields])
     left, rows, faults = dict(tensors), {}, []
+    unselected = [(CONFIG, name) for name in _wrong_selection(config)]
     for module, (layer, ids, inputs, outputs) in projections.items():
         names = [f"{PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
         found = [left.pop(name) for name in names if name in left]
         if not found:
             continue
+        unselected += [(CONFIG, name) for name in _leaving_out(config, module, layer)]
         rank = _of_module(config, "rank_pattern", "r", module)
         alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
         if len(found) == 1 or [shape for _, shape, _ in found] != [(rank, inputs), (sum(outputs), rank)] or any(
@@ -60,8 +63,8 @@ def _judge(projections: Mapping[str, Any], files: Mapping[str, Entry]) -> Good |
         for number, part in zip(ids, np.split(b, np.cumsum(outputs)[:-1])):
             rows[f"{number} {layer}"] = np.concatenate([a.ravel(), part.ravel()])
     faults += left
-    if faults or not rows:
-        return Bad([(TENSORS, field) for field in Broken(*faults).fields])
+    if unselected or faults or not rows:
+        return Bad(unselected + [(TENSORS, field) for field in (faults if unselected else Broken(*faults).fields)])
     return Good({}, rows)
 
 
@@ -87,6 +90,36 @@ def _wrong_fields(config: Mapping[str, Any]) -> list[str]:
                 re.fullmatch(r"\^?[A-Za-z0-9_.-]+", key) and is_good(value) for key, value in patterns.items()):
             wrong.append(name)
     return wrong
+
+
+def _wrong_selection(config: Mapping[str, Any]) -> list[str]:
+    """Return the fields whose values select nothing or are not of peft's types. Expressions are not judged."""
+    targets, excluded, layers, patterns = (config.get(name) for name in SELECTING)
+    if isinstance(targets, str) and targets.lower() != "all-linear" or excluded and isinstance(excluded, str):
+        raise Unsure
+    wrong = [] if targets and (isinstance(targets, str) or _is_list(targets, str)) else ["target_modules"]
+    wrong += [] if not excluded and isinstance(excluded, list | str | None) or _is_list(excluded, str) else [
+        "exclude_modules"]
+    if patterns:
+        raise Unsure
+    wrong += [] if layers in (None, []) or type(layers) is int or _is_list(layers, int) else ["layers_to_transform"]
+    return wrong + (["layers_to_transform"] if isinstance(targets, str) and layers not in (None, []) else [])
+
+
+def _leaving_out(config: Mapping[str, Any], module: str, layer: int) -> list[str]:
+    """Return the fields by which peft would ignore the tensors of a module."""
+    targets, excluded, layers, _ = (config.get(name) for name in SELECTING)
+    selected = targets == "all-linear" or _is_list(targets, str) and any(
+        f".{module}".endswith(f".{name}") for name in targets)
+    found = [] if selected else ["target_modules"]
+    found += ["exclude_modules"] if _is_list(excluded, str) and any(
+        f".{module}".endswith(f".{name}") for name in excluded) else []
+    return found + (["layers_to_transform"] if layers not in (None, [], layer) and not (
+        _is_list(layers, int) and layer in layers) else [])
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def _is_rank(value: Any) -> bool:

@@ -109,6 +109,11 @@ def test_a_folder_of_each_family_computes_what_peft_computes(adapter, family):
     {"use_rslora": True, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 0.5, "o_proj": -2}},
     {"target_modules": ["v_proj"], "layers_to_transform": [1]}, {"target_modules": r".*\.0\..*(q|down)_proj"},
     {"init_lora_weights": "gaussian", "lora_dropout": 0.1, "exclude_modules": ["o_proj"]},
+    {"target_modules": ["proj", "1.self_attn.k_proj", "model.layers.0.mlp.up_proj"]},
+    {"target_modules": LINEAR, "layers_to_transform": [0, 2], "layers_pattern": "layers",
+     "exclude_modules": ["2.mlp.up_proj"]},
+    {"target_modules": r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|v).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.(?:up_proj))"},
+    {"target_modules": r"^model\.layers\.([0-1]|x)\..+_proj$", "exclude_modules": r".*\.(k|v|o)_proj"},
     {"init_lora_weights": "orthogonal"}, {"fan_in_fan_out": True, "target_modules": ["gate_proj"]}], ids=str)
 def test_options_of_peft(adapter, options):
     adapted, folder, model = adapter("Llama", **options)
@@ -137,8 +142,16 @@ REFUSED = {                                # fields of adapter_config.json -> wo
     "kasa_config": {"a": 1}, "velora_config": {"a": 1}, "megatron_config": {"a": 1}, "loftq_config": {"bits": 4},
     "corda_config": {"a": 1}, "lora_ga_config": {"a": 1}, "init_lora_weights": "pissa", "peft_type": "IA3",
     "a_key_of_next_year": 1, "r": 0, "lora_alpha": "8", "use_rslora": 1, "rank_pattern": {"q_proj": 0},
-    "alpha_pattern": {"q_proj": None}}
+    "alpha_pattern": {"q_proj": None}, "target_modules": None, "exclude_modules": {"a": 1}, "layers_to_transform": 5}
 BAD_PATTERNS = ("(q|v)_proj", "q_proj$", ".*", "q_proj\n", "a+", "", "^^q_proj", "a|b", "q proj")
+LEAVING_OUT = (                            # more values of fields by which peft would ignore some of the tensors
+    ("target_modules", []), ("target_modules", 3), ("target_modules", ["q_proj", "oj"]), ("target_modules", ["q_proj"]),
+    ("target_modules", [".*"]), ("target_modules", ""), ("target_modules", r".*q_proj"), ("target_modules", "(.*)*$"),
+    ("target_modules", "(?i)Q"), ("target_modules", "(" * 900), ("target_modules", r"(a|a)" * 390),
+    ("target_modules", r".*.*.*.*.*.*.*.*.*x"), ("target_modules", "[z-a]"), ("target_modules", "a)b"),
+    ("exclude_modules", ["q_proj"]), ("exclude_modules", [3]), ("exclude_modules", r".*\.1\..*"),
+    ("exclude_modules", "(?=a)"), ("layers_to_transform", [0]), ("layers_to_transform", 1),
+    ("layers_to_transform", ["0"]), ("layers_to_transform", True), ("layers_pattern", ["(a*)*"]))
 BAD_INITIAL = ("olora", "pissa_niter_16", "corda", "loftq", "lora_ga", "mica", 1, [], "PISSA")
 
 
@@ -153,7 +166,7 @@ def test_what_is_not_supported_is_refused_with_file_and_field(adapter):
     _, folder, model = adapter("Llama", target_modules=LINEAR)
     file = folder / "adapter_config.json"
     honest = json.loads(file.read_text())
-    cases = [*REFUSED.items(), *(("init_lora_weights", value) for value in BAD_INITIAL),
+    cases = [*REFUSED.items(), *LEAVING_OUT, *(("init_lora_weights", value) for value in BAD_INITIAL),
              *((name, {key: 8}) for name in ("rank_pattern", "alpha_pattern") for key in BAD_PATTERNS)]
     for name, value in cases:
         file.write_text(json.dumps({**honest, name: value}))
@@ -161,6 +174,13 @@ def test_what_is_not_supported_is_refused_with_file_and_field(adapter):
     for name in ("peft_type", "r", "lora_alpha"):
         file.write_text(json.dumps({key: value for key, value in honest.items() if key != name}))
         refused(folder, model, "adapter_config.json", name)
+    file.write_text(json.dumps({**honest, "target_modules": "all-linear", "layers_to_transform": [0, 1, 2]}))
+    refused(folder, model, "layers_to_transform")
+    file.write_text(json.dumps({**honest, "exclude_modules": ["0.self_attn.q_proj"]}))
+    refused(folder, model, "exclude_modules leaves out", Q)
+    for value in ("All-Linear", r"model.layers.\d+.(self_attn|mlp).[a-z]+_proj"):
+        file.write_text(json.dumps({**honest, "target_modules": value}))
+        assert len(read_peft_folder(folder, model).lora_config) == 21
     file.write_text(json.dumps({**honest, "r": 8}))
     refused(folder, model, "lora_A.weight", "has shape [4, ", "expected [8, ")
     file.write_text(json.dumps(honest))
@@ -169,6 +189,8 @@ def test_what_is_not_supported_is_refused_with_file_and_field(adapter):
 
 def test_wrong_tensors_are_refused_by_name(adapter):
     _, folder, model = adapter("Llama", target_modules=["q_proj"])
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": LINEAR}))
     file = folder / "adapter_model.safetensors"
     honest = load_file(file)
     one = torch.ones(1)
