@@ -244,7 +244,8 @@ def test_a_starved_adapter_gets_in(make_adapted, new_request):
     for iteration in range(STARVED_PLANS + 4 * longest):
         world.step()
         more()
-        sleep(0.0005)
+        while not all(each.job is None or each.job.is_done for each in world.loop.intake.preparing._waiting):
+            sleep(0.0005)
         if world.client.finals(1000):
             started = iteration
             break
