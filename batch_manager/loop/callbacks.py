@@ -126,15 +126,16 @@ class GuardedCallbacks:
         alive = self.unanswered.alive
         if request_id not in alive:
             raise InternalError(f"request {request_id} would get a second final response")
-        self._send_last(alive, request_id, request_id, tensors, error_message, code)
+        self.send_last(alive, request_id, request_id, tensors, error_message, code)
 
     def send_refusal(self, error_message: str, code: ErrorCode) -> None:
         """Send the only response to the oldest refused item."""
         refusals = self.unanswered.refusals
-        self._send_last(refusals, 0, refusals[0].request_id, [], error_message, code)
+        self.send_last(refusals, 0, refusals[0].request_id, [], error_message, code)
 
-    def _send_last(self, listed: Any, key: int, request_id: int, tensors: list[NamedTensor], error_message: str,
-                   code: ErrorCode | None) -> None:
+    def send_last(self, listed: Any, key: int, request_id: int, tensors: list[NamedTensor], error_message: str,
+                  code: ErrorCode | None) -> None:
+        """Send a final response, and delete `listed[key]`, which stands for its item, as the callback starts."""
         unanswered = self.unanswered
         self._has_responded = True
         if code is not None:

@@ -27,6 +27,7 @@ class FollowedCallbacks:
         self._unanswered = guarded.unanswered
         self._answer, self._to_tensor, self._terminate_req_id = answer, to_tensor, terminate_req_id
         self._handed: list[int | None] = []            # ids of the items without a verdict
+        self._again: list[int] = []                    # one for each accepted item beyond the first of a live id
 
     def take(self, value: tuple[Any, ...]) -> None:
         """Do what an ASK frame says. Raises TypeError, ValueError or KeyError for a frame of another form."""
@@ -42,8 +43,8 @@ class FollowedCallbacks:
         for request_id in self._handed:
             self._refuse(request_id, text)
         self._handed = []
-        for request_id in list(unanswered.alive):
-            self.guarded.send_final(request_id, [], text, error.code)
+        for request_id in [*self._again, *unanswered.alive]:
+            self._send_final(request_id, [], text)
         self.guarded.after_responses()
 
     def _get(self, max_num_requests: int) -> None:
@@ -64,24 +65,34 @@ class FollowedCallbacks:
                 self._refuse(request_id, refused[index])
             elif request_id is not None and request_id != self._terminate_req_id:
                 self._unanswered.num_accepted += 1
-                self._unanswered.alive[request_id] = None
+                if request_id in self._unanswered.alive:
+                    self._again.append(request_id)
+                else:
+                    self._unanswered.alive[request_id] = None
         self.guarded.after_responses()
 
     def _respond(self, responses: tuple[Any, ...]) -> None:
+        """Hand out responses of rank 0. Of items with one id, it does not matter which one gets which final.
+
+        A final for an item that is not here is dropped: rank 0 has refused it, or this rank has.
+        """
         for request_id, tensors, final, error in responses:
             named = [NamedTensor(name, array, self._to_tensor) for name, array in tensors]
             if not final:
                 self.guarded.send([(request_id, named)])
-                continue
-            code = ErrorCode.of(error)[0] if error else None
-            if request_id in self._unanswered.alive and code is not ErrorCode.DUPLICATE_REQUEST_ID:
-                self.guarded.send_final(request_id, named, error, code)
             else:
-                self._refuse(request_id, error)
+                self._send_final(request_id, named, error)
         self.guarded.after_responses()
 
+    def _send_final(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
+        code = ErrorCode.of(error)[0] if error else None
+        if request_id in self._again:
+            self.guarded.send_last(self._again, self._again.index(request_id), request_id, tensors, error, code)
+        elif request_id in self._unanswered.alive:
+            self.guarded.send_final(request_id, tensors, error, code)
+
     def _refuse(self, request_id: int | None, text: str) -> None:
-        if request_id is not None:
+        if request_id is not None and request_id != self._terminate_req_id:
             self._unanswered.num_refused += 1
             self._unanswered.refusals.append(Refusal(request_id, InvalidRequestError(text, "")))
             self.guarded.send_refusal(text, ErrorCode.of(text)[0])

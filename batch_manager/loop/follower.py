@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ..errors import BatchManagerError, DeviceLostError, is_a, type_name
@@ -134,6 +135,7 @@ class Follower:
         if self.failure is None:
             self.failure = error
         if self._callbacks is not None:
+            self._hand_out_the_rest(self._callbacks)
             self._callbacks.fail(self.failure)
 
     def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
@@ -141,6 +143,7 @@ class Follower:
         self._running.clear()
         callbacks = self._callbacks
         if callbacks is not None:
+            self._hand_out_the_rest(callbacks)
             callbacks.fail(error if self.failure is None and not self.link.end else self._reason())
         self.link.close("" if self.failure is None else f"{type_name(self.failure)}: {self.failure.fact}")
         with self._in_close:
@@ -149,6 +152,16 @@ class Follower:
             callbacks.guarded.at_end(health)
         if self.wake is not None:
             self.wake.close()
+
+    def _hand_out_the_rest(self, callbacks: FollowedCallbacks) -> None:
+        """Hand out what rank 0 had sent when this rank began to end. No step is run.
+
+        get and poll are called only if rank 0 was shut down: else a collective inside them might wait for a lost rank.
+        """
+        with suppress(DeviceLostError):                # rank 0 is lost, and all that it had sent is handed out
+            while (frame := self.link.next_frame(0.0)) is not None:
+                if frame[0] == "ASK" and (self.link.end == "" or frame[1][0] not in ("get", "poll")):
+                    callbacks.take(frame[1])
 
     def _reason(self) -> BatchManagerError:
         """Why this rank ended before its time."""

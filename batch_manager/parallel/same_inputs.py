@@ -31,7 +31,7 @@ class SameInputs:
         self._leader, self._get, self._send, self._poll, self._stats = leader, get, send, poll, stats
         self._describe, self._refused = describe, refused
         self._outgoing: list[bytes] = []
-        self._own_refusals: set[tuple[int, str]] = set()
+        self._own_refusals: Counter[tuple[int, str]] = Counter()
         leader.before_end = self.flush
 
     # ---------------------------------------------------------------- the callbacks
@@ -55,8 +55,11 @@ class SameInputs:
         return agreed
 
     def send(self, request_id: int, tensors: Sequence[Any], final: bool, error: str) -> None:
-        if (request_id, error) in self._own_refusals:
-            self._own_refusals.discard((request_id, error))
+        refusal = request_id, error
+        if refusal in self._own_refusals:
+            self._own_refusals.subtract([refusal])
+            if not self._own_refusals[refusal]:
+                del self._own_refusals[refusal]
         else:                                          # as bytes: the callback may change the arrays
             self._outgoing.append(pack((request_id, tuple([(tensor.name, tensor.array) for tensor in tensors]), final,
                                         str(error))))
@@ -107,7 +110,7 @@ class SameInputs:
             request_id = key[0]
             if key not in same and request_id is not None:
                 error = self._error(key, keys)
-                self._own_refusals.add((request_id, error.response_text()))
+                self._own_refusals[request_id, error.response_text()] += 1
                 item = self._refused(request_id, error)
             agreed.append(item)
         return agreed

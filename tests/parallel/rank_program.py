@@ -46,6 +46,7 @@ class FolderRendezvous:
 class ArrayClient(Client):
     """A client that reads arrays, because tensors would import torch.
 
+    final_s      seconds of a call of send with a final response
     arrivals     number of a call of get -> the requests that it returns besides `pending`
     broadcasts   folder in which rank 0 leaves what each call of get returns; every other rank waits for it there
     """
@@ -55,6 +56,7 @@ class ArrayClient(Client):
         self.arrivals: dict[int, list] = {}
         self.rank, self.broadcasts, self.calls, self.waits_until = 0, None, 0, 0.0
         self.raises: set[str] = set()
+        self.final_s = 0.0
 
     def items(self, max_num_requests):
         call, self.calls = self.calls, self.calls + 1
@@ -85,6 +87,8 @@ class ArrayClient(Client):
         for tensor in tensors:
             tensor._to_tensor = None
         response = super().received(request_id, tensors, final, error)
+        if final and self.final_s:
+            time.sleep(self.final_s)
         if "send" in self.raises:
             raise RuntimeError("planted")
         return response
@@ -100,7 +104,7 @@ class Rank:
                   step_s: float = 0.0, raises: dict | None = None, exclude_input: bool = True, frames: int = 0,
                   rank_timeout_s: float = 2.0, connect_timeout_s: float = 20.0, callbacks: bool | None = None,
                   arrivals: dict | None = None, broadcasts: str | None = None, client_raises: tuple = (),
-                  has_stats: bool = False,
+                  has_stats: bool = False, final_s: float = 0.0,
                   idle_poll_interval_s: float = 0.0048) -> dict:
         """Construct a GptManager.
 
@@ -111,9 +115,10 @@ class Rank:
         raises    {"slot": in which slots a step raises, "error": class}
         frames    version of the frames, if it is another one
         arrivals, broadcasts, client_raises   of the client
+        final_s   seconds of a call of send with a final response
         """
         self.client.arrivals, self.client.broadcasts, self.client.rank = arrivals or {}, broadcasts, rank
-        self.client.raises = set(client_raises)
+        self.client.raises, self.client.final_s = set(client_raises), final_s
         def on_step(batch) -> None:
             if step_s:
                 time.sleep(step_s)

@@ -335,6 +335,35 @@ def test_items_that_are_not_the_same_on_every_rank_are_refused_where_they_were_h
     ends_alike(engine, 1)
 
 
+@pytest.mark.parametrize("only_rank_0", [[], [(8, [1, 2], 9)] * 2], ids=["equal", "more on rank 0"])
+def test_an_id_that_is_used_again_in_one_get_has_one_final_for_each_item_on_every_rank(engine, only_rank_0):
+    items = [(8, [], 3), (8, [1, 2], 9), (8, [1, 2], 9), (7, [5], 4), (8, [4], 2)]
+    engine.start(2, callbacks=True, of_rank={rank: {"arrivals": {3: items + only_rank_0 * (rank == 0), 20: STREAMS}}
+                                             for rank in (0, 1)})
+    engine[0].ask("wait_for_finals", count=8 + len(only_rank_0))
+    first, other = ends_alike(engine, 8)
+    finals = [[text for _, final, text in each["responses"][8] if final] for each in (first, other)]
+    assert [text for text in finals[0] if "another one on rank 1" not in text] == finals[1]
+    assert len(finals[0]) == len(finals[1]) + len(only_rank_0)
+    assert [text[:10] for text in finals[1]] == ["[INVALID_R", "[DUPLICATE", "[DUPLICATE", ""]
+    assert other["responses"][7] == first["responses"][7] and other["responses"][5] == first["responses"][5]
+
+
+@pytest.mark.parametrize("ends", ["shutdown of rank 0", "abort of rank 1"])
+def test_a_slow_rank_hands_out_all_that_rank_0_has_sent_before_it_ends(engine, ends):
+    engine.start(2, callbacks=True, arrivals={3: [(7, [8, 9], 12)]}, of_rank={1: {"final_s": 0.6}})
+    engine[0].ask("wait_until_alive", count=1)
+    engine[0].ask("shutdown", drain=True)
+    if ends == "abort of rank 1":
+        assert engine[1].ask("shutdown", drain=False)["ended"]
+    assert engine[1].ask("wait")["ended"]
+    first, other = [process.ask("heard") for process in engine.processes]
+    assert first["responses"][7][-1][1:] == [True, ""]
+    assert [other[what] for what in ("responses", "sends", "stats")] == [
+        first[what] for what in ("responses", "sends", "stats")]
+    nothing_is_left(*engine.processes)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_get_that_raises_on_one_rank_costs_the_items_of_that_call_alone(engine, rank):
     engine.start(2, callbacks=True, arrivals={2: STREAMS}, of_rank={rank: {"client_raises": ["get"]}})

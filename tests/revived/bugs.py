@@ -239,7 +239,7 @@ def sends_by(patch, call) -> None:
         self.unanswered.num_sent += 1
         del listed[key]
         call(self, request_id, tensors, True, error_message)
-    patch.setattr(GuardedCallbacks, "_send_last", send_last)
+    patch.setattr(GuardedCallbacks, "send_last", send_last)
     patch.setattr(GuardedCallbacks, "send",
                   lambda self, request_id, tensors: call(self, request_id, tensors, False, ""))
 

@@ -12,13 +12,13 @@ from tests.sweep.interrupted import WHERE_ITEMS_MOVE, sweep
 
 
 def a_final_counts_as_answered_before_its_call_begins(patch) -> None:
-    send_last = GuardedCallbacks._send_last
+    send_last = GuardedCallbacks.send_last
 
     def early(self, listed, key, *response):
         entry = listed[key]
         del listed[key]
         send_last(self, {key: entry}, key, *response)
-    patch.setattr(GuardedCallbacks, "_send_last", early)
+    patch.setattr(GuardedCallbacks, "send_last", early)
 
 
 def an_item_is_in_no_list_for_a_moment(patch) -> None:

@@ -73,14 +73,14 @@ def test_a_planted_leak_is_seen(leak, says, monkeypatch):
 
 
 def test_a_final_that_is_not_sent_is_seen(monkeypatch):
-    send_last = GuardedCallbacks._send_last
+    send_last = GuardedCallbacks.send_last
 
     def forgetful(self, listed, key, request_id, tensors, error_message, code):
         if code is not None and request_id % 2 == 0:
             del listed[key]
         else:
             send_last(self, listed, key, request_id, tensors, error_message, code)
-    monkeypatch.setattr(GuardedCallbacks, "_send_last", forgetful)
+    monkeypatch.setattr(GuardedCallbacks, "send_last", forgetful)
     monkeypatch.setitem(soak.__globals__, "SECONDS_UNTIL_A_ROUND_IS_GIVEN_UP", 3.0)
     wrong = "\n".join(judge(samples_of(items=200, items_a_round=100), OBJECTS_ONLY).wrong)
     assert "I1 " in wrong and "the round was not over" in wrong
