@@ -237,15 +237,18 @@ def test_a_starved_adapter_gets_in(make_adapted, new_request):
                                                     **adapter_tensors(number % 6)))
             number += 1
 
-    more()
-    world.step(20)
-    world.client.pending = [new_request(1000, [2], 3, lora_task_id=99, **adapter_tensors(99, PAGES - 1))]
-    started = None
-    for iteration in range(STARVED_PLANS + 4 * longest):
+    def step():
         world.step()
         more()
         while not all(each.job is None or each.job.is_done for each in world.loop.intake.preparing._waiting):
             sleep(0.0005)
+
+    for _ in range(10):
+        step()
+    world.client.pending.insert(0, new_request(1000, [2], 3, lora_task_id=99, **adapter_tensors(99, PAGES - 1)))
+    started = None
+    for iteration in range(STARVED_PLANS + 4 * longest):
+        step()
         if world.client.finals(1000):
             started = iteration
             break
