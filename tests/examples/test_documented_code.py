@@ -69,7 +69,8 @@ def test_asyncio(monkeypatch, capsys):
 def test_texts_on_asyncio(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     exec(block("from batch_manager.extras.async_llm"), {})
-    assert sum(len(line) > 10 for line in capsys.readouterr().out.splitlines()) >= 3
+    told = capsys.readouterr().out                     # the two completions may be short: a new line ends them
+    assert told.count("\n") >= 3 and len(told) > 50
 
 
 def test_text_of_tokens(tmp_path):
