@@ -69,8 +69,7 @@ def test_asyncio(monkeypatch, capsys):
 def test_texts_on_asyncio(monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     exec(block("from batch_manager.extras.async_llm"), {})
-    told = capsys.readouterr().out                     # the two completions may be short: a new line ends them
-    assert told.count("\n") >= 3 and len(told) > 50
+    assert sum(len(line) > 10 for line in capsys.readouterr().out.splitlines()) >= 3
 
 
 def test_text_of_tokens(tmp_path):
