@@ -23,9 +23,10 @@ from .weights.adapter_selection import Selection
 from .weights.checkpoint import open_checkpoint
 from .weights.folder import CheckpointFile, CheckpointFolder
 from .weights.json_file import MAX_NUMBER, Fields, read_json_file, shown
-from .weights.matrices import DenseSource, Part, Shape
+from .weights.matrices import Part
 from .weights.safetensors_header import ELEMENT_BYTES
 from .weights.safetensors_source import TORCH_DTYPES, FileTensor, open_tensors, unsupported_type
+from .weights.source import DummyWeights
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
@@ -145,7 +146,7 @@ def projections_of(model_folder: str | os.PathLike[str]) -> Mapping[str, "_Proje
                              "send lora_weights and lora_config with the requests")
     port, device = _Projections(), torch.device("meta")
     with torch.inference_mode():
-        model_class(spec, _Shapes(device, torch.float32),
+        model_class(spec, _Shapes(0, device, torch.float32),
                     LayerContext(device=device, dtype=torch.float32, adapters=port))
     return port.found
 
@@ -171,17 +172,8 @@ class _Projections:
         pass
 
 
-class _Shapes(DenseSource):
+class _Shapes(DummyWeights):
     """Weights that have shapes only, on the device "meta"."""
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def tied(self, name: str, to: str) -> None:
-        pass
-
-    def _check(self, name: str, shape: Shape) -> str:
-        return name
 
     def _load(self, target: torch.Tensor, stored_name: str, part: Part) -> None:
         pass

@@ -1,6 +1,6 @@
 """The blocks of an output: text, reasoning, and each call, one after another. For the APIs whose answers are lists."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import NamedTuple
 
 from ..tool_calls.parser import ARGUMENTS, BEGINS, ENDS, REASONING, TEXT, Event
@@ -58,3 +58,12 @@ class Blocks:
             self._open, self._parts = None, []
             self.blocks.append(block)
             yield CLOSES, block, ""
+
+    async def read(self, parts: AsyncIterator[Iterable[Event]]) -> list[Block]:
+        """Read an output to its end, and return all its blocks."""
+        async for events in parts:
+            for _ in self.add(events):
+                pass
+        for _ in self.close():
+            pass
+        return self.blocks

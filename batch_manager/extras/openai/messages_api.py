@@ -157,13 +157,8 @@ class MessageAnswer:
         self._answer.cancel()
 
     async def whole(self) -> bytes:
-        async for events in self._answer.parts():
-            for _ in self._blocks.add(events):
-                pass
-        for _ in self._blocks.close():
-            pass
-        return orjson.dumps({**self._message(), "content": [_block(block) for block in self._blocks.blocks],
-                             **self._end(), "usage": self._usage()})
+        content = [_block(block) for block in await self._blocks.read(self._answer.parts())]
+        return orjson.dumps({**self._message(), "content": content, **self._end(), "usage": self._usage()})
 
     async def events(self) -> AsyncIterator[bytes]:
         has_begun = False

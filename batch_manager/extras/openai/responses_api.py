@@ -163,12 +163,8 @@ class ResponseAnswer:
         self._answer.cancel()
 
     async def whole(self) -> bytes:
-        async for events in self._answer.parts():
-            for _ in self._blocks.add(events):
-                pass
-        for _ in self._blocks.close():
-            pass
-        self._items = [_item(block, f"{_PREFIXES[block.kind]}_{uuid4().hex}") for block in self._blocks.blocks]
+        self._items = [_item(block, f"{_PREFIXES[block.kind]}_{uuid4().hex}")
+                       for block in await self._blocks.read(self._answer.parts())]
         return orjson.dumps(self._response(self._status()))
 
     async def events(self) -> AsyncIterator[bytes]:
