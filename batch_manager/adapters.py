@@ -116,7 +116,8 @@ def read_prefetch_folder(folder: str | os.PathLike[str],
     Each subfolder is named by a task id in decimal digits. It is a peft folder, or has the two files
     model.lora_weights.npy and model.lora_config.npy.
 
-    Raises ModelLoadError, which names file and field.
+    Raises ModelLoadError, which names file and field. The values in .npy files are not checked: an engine does that
+    when it loads them, with a ModelLoadError that names subfolder, tensor and row.
     """
     path = _folder(folder, "expected a folder with one subfolder for each task id").path
     found: dict[int, Path] = {}

@@ -23,7 +23,7 @@ from .custom_parts import (
     close_unused,
     custom_backend,
 )
-from .errors import ConfigError, RequestError
+from .errors import ConfigError, InvalidRequestError, ModelLoadError, RequestError
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
 from .kv.kv_cache_manager import KvCacheManager
@@ -223,7 +223,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
 
 
 def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:
-    """Load the adapters of lora_prefetch_dir. Raises ConfigError if one is wrong, or if they do not fit."""
+    """Load the adapters of lora_prefetch_dir. Raises ModelLoadError if one is wrong, ConfigError if they do not fit."""
     config = arguments.optional_params.peft_cache_config
     if config is None or config.lora_prefetch_dir is None:
         return
@@ -237,8 +237,9 @@ def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:
         try:
             preparing.store.put(task_id, preparing.check(read_adapter(tensors, config.host_cache_size)), keep=True)
         except RequestError as error:
-            raise ConfigError(f"{config.lora_prefetch_dir}/{task_id}: {error.fact}", error.expectation,
-                              error.fix) from error
+            kind = ModelLoadError if isinstance(error, InvalidRequestError) else ConfigError
+            raise kind(f"{config.lora_prefetch_dir}/{task_id}: {error.fact}", error.expectation,
+                       error.fix) from error
 
 
 def _admission(arguments: EngineArguments, parts: Parts, plan: Plan, kv_cache_manager: KvCacheManager,

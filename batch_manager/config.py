@@ -161,7 +161,7 @@ class PeftCacheConfig:
     """The memory for LoRA adapters, on the host and on the device.
 
     host_cache_size          bytes of host memory for the adapters that the engine knows
-    device_cache_percent     share of the free device memory, 0 < x <= 1, for adapters of running requests. Free memory
+    device_cache_percent     share of the free device memory, 0 < x < 1, for adapters of running requests. Free memory
                              is what the weights leave
     num_host_module_layer    size of the host memory as a number of projections of rank 1, counted in every layer; 0:
                              host_cache_size decides
@@ -186,9 +186,9 @@ class PeftCacheConfig:
         for name in ("num_host_module_layer", "num_device_module_layer"):
             put_count(self, name, minimum=0, owner="PeftCacheConfig.")
         share = exact_number(self.device_cache_percent)
-        if share is None or not 0 < share <= 1:
+        if share is None or not 0 < share < 1:
             raise ConfigError(f"PeftCacheConfig.device_cache_percent is {shown_option(self.device_cache_percent)}",
-                              "it must be in (0, 1]", "0.02 is the default")
+                              "it must be in (0, 1): the KV cache has the rest", "0.02 is the default")
         object.__setattr__(self, "device_cache_percent", share)
         names = self.lora_modules
         if names is not None:

@@ -2,11 +2,12 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..adapter_values import AdapterInfo
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidRequestError
 
 FIRST_TASK_ID = 2**63        # the ids below are the host program's own
 
@@ -27,7 +28,8 @@ class AdapterNames:
         self._lock = threading.Lock()                  # held for the change of the names, never while something loads
         self._infos: dict[str, AdapterInfo] = {}
         self._names: dict[int, str] = {}               # also of adapters that were replaced or unloaded
-        self._loading: set[str] = set()
+        self._loading = Counter[str]()                   # name -> number of loads now
+        self._num_ids = 0
 
     @property
     def infos(self) -> dict[str, AdapterInfo]:
@@ -55,22 +57,39 @@ class AdapterNames:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of an adapter is {name!r}"[:200], "expected a non-empty string", "pass a name")
         with self._lock:
-            if name in self._loading or name in self._infos and not replaces:
+            if not replaces and (name in self._loading or name in self._infos):
                 raise NameInUseError(f"the adapter name {name!r} is in use", "a name stands for one adapter",
                                      "unload that adapter first, or choose another name")
-            self._loading.add(name)
-            task_id = FIRST_TASK_ID + len(self._names)
-            self._names[task_id] = name
+            self._loading[name] += 1
         try:
-            info = self._manager.load_adapter(task_id, adapter)
+            info = self._loaded(name, adapter)
             with self._lock:
                 before = self._infos.get(name)
-                self._infos[name] = info
+                if before is None or before.task_id < info.task_id:      # of several loads, the last begun wins
+                    self._infos[name] = info
+                else:
+                    before = info
         finally:
-            self._loading.discard(name)
+            with self._lock:
+                self._loading[name] -= 1
+                self._loading += Counter()                               # drops names that nothing loads
         if before is not None:
             self._manager.forget_adapter(before.task_id)
         return info
+
+    def _loaded(self, name: str, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
+        """Load an adapter under the next id. An id under which a request brought another adapter is passed over."""
+        while True:
+            with self._lock:
+                task_id = FIRST_TASK_ID + self._num_ids
+                self._num_ids += 1
+                self._names[task_id] = name
+            try:
+                return self._manager.load_adapter(task_id, adapter)
+            except InvalidRequestError as error:
+                if not error.fact.startswith(f"LoRA task {task_id} "):    # the fact of an id that is taken
+                    raise
+                del self._names[task_id]
 
     def unload(self, name: str) -> None:
         """Unload an adapter. Requests that have it go on. Raises ConfigError if there is none of this name."""

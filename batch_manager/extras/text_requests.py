@@ -10,7 +10,7 @@ from typing import Any
 from ..aio.mailbox import Delta, RequestFailed
 from ..config import PeftCacheConfig
 from ..engine_info import EngineInfo
-from ..errors import BatchManagerError, InvalidRequestError, type_name
+from ..errors import BatchManagerError, ConfigError, InvalidRequestError, type_name
 from ..names import FinishReason
 from ..option_values import exact_integer
 from .chat_template import chat_prompt
@@ -242,12 +242,15 @@ class Output:
 
 def cache_of(adapters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of TrtGptModelOptionalParams for these adapters, in the default sizes."""
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise ConfigError(f"adapters is of type {type_name(adapters)}", "expected a mapping of names to folders",
+                          "pass adapters={name: folder}")
     return {"peft_cache_config": PeftCacheConfig()} if adapters else {}
 
 
 def check_adapter(known: Mapping[str, Any], name: str | None) -> None:
     """Raise InvalidRequestError unless `name` is None or one of the `known` adapters."""
-    if name is not None and name not in known:
+    if name is not None and not (isinstance(name, str) and name in known):
         raise InvalidRequestError(f"adapter is {name!r}"[:200],
                                   f"expected one of {', '.join(known) or 'none: no adapters are loaded'}",
                                   "pass adapters={name: folder} when the model is loaded")

@@ -76,6 +76,10 @@ def copied_adapter(weights: GivenTensor, config: GivenTensor) -> GivenAdapter:
                                   f"it must be {rows:,} (the number of rows of lora_config)",
                                   "send tensors of matching sizes")
     source = weights.source
+    if isinstance(source, np.ndarray) and source.dtype.kind in "iu" and not weights.is_bfloat16:
+        raise InvalidRequestError(f"lora_weights is of type {source.dtype}",
+                                  "it must be float32, float16 or bfloat16, or numbers that are rounded to float32: "
+                                  "float64, or lists", "send the numbers that the adapter was trained with")
     copy: np.ndarray
     if isinstance(source, np.ndarray) and weights.is_bfloat16:
         copy = np.array(source).view(np.uint16)
@@ -148,7 +152,8 @@ def _checked_rows(given: GivenAdapter, modules: AdapterModules, max_adapter_size
                     str(known) for known, has in enumerate(layers) if has)), "use an adapter of this model")
         if not 1 <= rank <= max_adapter_size:
             raise InvalidRequestError(f"{where} has adapter size {rank}", f"it must be in 1..{max_adapter_size} "
-                                      "(max_adapter_size)", "raise PeftCacheConfig.max_adapter_size")
+                                      "(max_adapter_size)", "raise PeftCacheConfig.max_adapter_size" if rank > 0 else
+                                      "leave the module out of the adapter")
         for other in {name, *(SEPARATE_ATTENTION if name == "attn_qkv" else ()),
                       *(("attn_qkv",) if name in SEPARATE_ATTENTION else ())}:
             if (other, layer) in seen:

@@ -8,6 +8,9 @@ from ..adapter_values import AdapterContent
 from ..errors import AdapterNotCachedError, InvalidRequestError, QueueFullError, RequestTooLargeError, counted
 from .llm_request import LlmRequest
 
+_MORE_ON_DEVICE = "raise PeftCacheConfig.device_cache_percent, or num_device_module_layer if it is set"
+_MORE_ON_HOST = "raise PeftCacheConfig.host_cache_size, or num_host_module_layer if it is set"
+
 
 @dataclass(slots=True, eq=False)
 class _Stored:
@@ -117,10 +120,10 @@ class AdapterStore:
         if content.num_pages > self.max_pages:
             raise RequestTooLargeError(f"the adapter has rank {content.num_pages}",
                                        f"the device has {counted(self.max_pages, 'page')} for adapters, one for a rank",
-                                       "raise PeftCacheConfig.device_cache_percent, or use a smaller adapter")
+                                       f"{_MORE_ON_DEVICE}, or use a smaller adapter")
         if content.num_bytes > self.max_bytes:
-            raise RequestTooLargeError(f"the adapter has {size}", f"host_cache_size is {self.max_bytes:,}",
-                                       "raise PeftCacheConfig.host_cache_size, or use a smaller adapter")
+            raise RequestTooLargeError(f"the adapter has {size}", f"the host cache has {self.max_bytes:,}",
+                                       f"{_MORE_ON_HOST}, or use a smaller adapter")
         if self.largest_bytes is not None and content.num_bytes > self.largest_bytes:
             raise RequestTooLargeError(f"the adapter has {size}", "a step brings the other ranks adapters of at most "
                                        f"{self.largest_bytes:,}", "use a smaller adapter, or bfloat16")
@@ -129,7 +132,7 @@ class AdapterStore:
             raise QueueFullError(f"the adapter has {size}, and adapters in use or kept have "
                                  f"{self.used_bytes - idle:,} of {self.max_bytes:,}",
                                  "the adapters of living requests stay in the host cache",
-                                 "try again later, or raise PeftCacheConfig.host_cache_size")
+                                 f"try again later, or {_MORE_ON_HOST}")
         while self.used_bytes + content.num_bytes > self.max_bytes:
             oldest, _ = self._idle.popitem(last=False)
             for task_id in self._stored[oldest].task_ids:

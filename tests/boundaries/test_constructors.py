@@ -68,7 +68,7 @@ PARALLEL_COMPANIONS = {"rank": {"tensor_parallel_size": 2, "pipeline_parallel_si
 
 PEFT_OPTIONS = {
     "host_cache_size": COUNT,
-    "device_cache_percent": ((5e-324, 0.02, 1, 1.0), (0, -0.1, nextafter(1, 2), nan, inf, "0.9", True, None, [0.9])),
+    "device_cache_percent": ((5e-324, 0.02, nextafter(1, 0)), (0, -0.1, 1, 1.0, nan, inf, "0.9", True, None, [0.9])),
     "num_host_module_layer": COUNT_FROM_0,
     "num_device_module_layer": COUNT_FROM_0,
     "max_adapter_size": ((1, 64, LARGEST_ADAPTER_SIZE), (0, -1, LARGEST_ADAPTER_SIZE + 1, None, *NO_COUNT)),

@@ -6,11 +6,14 @@ The adapters are those of examples/adapters. The tokens of the server are those 
 import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from batch_manager import ConfigError, InvalidRequestError, ModelLoadError, PeftCacheConfig, TrtGptModelOptionalParams
+from batch_manager.adapter_values import AdapterInfo
 from batch_manager.aio import AsyncEngine, RequestFailed
 from batch_manager.aio.adapter_names import AdapterNames, NameInUseError
 from batch_manager.extras.prometheus import PrometheusStatistics
@@ -49,9 +52,13 @@ def test_an_llm_generates_with_an_adapter_as_peft_does(expected):
         for name, text in expected.items():
             assert llm.generate(PROMPT, adapter=name, **GREEDY)[0].text == text
         assert "".join(llm.stream(PROMPT, adapter="plays", **GREEDY)) == expected["plays"]
+        with pytest.raises(InvalidRequestError, match=r"adapter is \['plays'\]; expected one of"):
+            llm.generate(PROMPT, adapter=["plays"])
         for call in (llm.generate, llm.stream):
             with pytest.raises(InvalidRequestError, match="adapter is 'verses'; expected one of plays, definitions"):
                 call(PROMPT, adapter="verses")
+    with pytest.raises(ConfigError, match="adapters is of type list; expected a mapping"):
+        LLM(MODEL, adapters=["plays"], **OPTIONS)
     with pytest.raises(ModelLoadError, match="expected a folder with adapter_config.json"):
         LLM(MODEL, adapters={"x": MODEL / "absent"}, **OPTIONS)
     with LLM(MODEL, **OPTIONS) as llm, pytest.raises(InvalidRequestError, match="no adapters are loaded"):
@@ -117,6 +124,15 @@ def test_an_engine_without_a_cache_for_adapters_says_what_to_set():
     asyncio.run(main())
 
 
+def test_a_prefetched_adapter_with_a_value_that_is_not_finite_is_refused_by_folder_and_tensor(tmp_path):
+    folder = tmp_path / "7"
+    folder.mkdir()
+    np.save(folder / "model.lora_weights.npy", np.full((1, 4096), np.nan, np.float32))
+    np.save(folder / "model.lora_config.npy", np.array([[1, 0, 1]]))
+    with pytest.raises(ModelLoadError, match=r"/7: row 0 of lora_weights is not finite"):
+        LLM(MODEL, peft_cache_config=PeftCacheConfig(lora_prefetch_dir=tmp_path), **OPTIONS)
+
+
 def test_a_name_is_free_again_after_a_load_that_failed():
     class Manager:
         def load_adapter(self, task_id, adapter):
@@ -129,6 +145,35 @@ def test_a_name_is_free_again_after_a_load_that_failed():
     for name in ("", 3):
         with pytest.raises(ConfigError, match="expected a non-empty string"):
             names.load(name, "folder", replaces=False)
+
+
+def test_loads_of_one_name_at_the_same_time_and_an_id_that_is_taken():
+    begun, go, forgotten = threading.Event(), threading.Event(), []
+
+    class Manager:
+        def load_adapter(self, task_id, adapter):
+            if task_id == 2**63:
+                raise InvalidRequestError(f"LoRA task {task_id} is in the cache with other content", "", "")
+            if adapter == "first":
+                begun.set()
+                assert go.wait(60)
+            return AdapterInfo(task_id=task_id, adapter_size=1, num_bytes=1, modules=(), digest=adapter)
+
+        def forget_adapter(self, task_id):
+            forgotten.append(task_id)
+
+    names = AdapterNames(Manager())
+    thread = threading.Thread(target=names.load, args=("a", "first", True))
+    thread.start()
+    assert begun.wait(60)
+    with pytest.raises(NameInUseError):
+        names.load("a", "no", replaces=False)
+    with pytest.raises(ConfigError, match="no adapter 'a'"):
+        names.unload("a")
+    assert names.load("a", "last", replaces=True).task_id == 2**63 + 2
+    go.set()
+    thread.join(60)
+    assert names.infos["a"].digest == "last" and forgotten == [2**63 + 1] and names.name_of(2**63) is None
 
 
 @pytest.fixture(scope="module")
