@@ -6,7 +6,6 @@ A suite with other callbacks overrides `items`, `received`, `named_stops` or `re
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -41,6 +40,17 @@ def nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
+class ListsById(dict[int, list]):
+    """Lists by request id. A missing list is made on the first access, by whichever thread comes first.
+
+    A defaultdict loses values here: when the garbage collector runs inside the access of one thread and a callback of
+    it lets another thread run, which adds to the same list, the first thread then puts an empty list in its place.
+    """
+
+    def __missing__(self, request_id: int) -> list:
+        return self.setdefault(request_id, [])
+
+
 class Client:
     """The callbacks of one engine.
 
@@ -64,7 +74,7 @@ class Client:
     def __init__(self) -> None:
         self.pending: list = []
         self.stops: set[int] = set()
-        self.responses: dict[int, list[Response]] = defaultdict(list)
+        self.responses: dict[int, list[Response]] = ListsById()
         self.stats: list[str] = []
         self.asked: list[int] = []
         self.events: list[str] = []
