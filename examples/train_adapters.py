@@ -78,7 +78,7 @@ def train(name, arguments):
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     model.peft_config["default"].base_model_name_or_path = "austen-4m"
-    model.save_pretrained(arguments.output / name)
+    model.save_pretrained(arguments.output / name, save_embedding_layers=False)     # it asks the hub otherwise
     (arguments.output / name / "README.md").unlink(missing_ok=True)
     print(f"{name}: {step} steps, {seconds:.0f} s CPU, held-out bits per byte {before:.3f} without the adapter, "
           f"{after:.3f} with it")

@@ -95,8 +95,8 @@ def test_a_key_always_means_the_same_files(tmp_path):
 
 
 def test_damaged_adapter_folders_are_read_rightly_or_refused(bench):
-    counts = try_all(bench, [f"{ADAPTER}{seed}" for seed in range(1500)])
-    assert counts.ends["good"] > 200 and counts.ends["bad"] > 1000 and counts.ends["undecided"] < 20
+    counts = try_all(bench, [f"{ADAPTER}{seed}" for seed in range(600)])
+    assert counts.ends["good"] > 80 and counts.ends["bad"] > 400 and counts.ends["undecided"] < 20
 
 
 def test_damaged_gguf_files_are_read_rightly_or_refused(bench):
