@@ -54,6 +54,8 @@ SUITES: dict[str, str] = {
     "T18": "tests.campaigns.ahead_of_time",
     "T19": "tests.campaigns.event_loop",
     "T20": "tests.campaigns.matrix",
+    "T21": "tests.campaigns.adapters",
+    "T22": "tests.campaigns.many_adapters",
 }
 
 

@@ -1,7 +1,6 @@
 """In every model family, packed steps with adapters in device pages give the logits of peft on transformers."""
 
 import json
-from random import Random
 
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from batch_manager.models import load_model
 from batch_manager.runtime.adapters.pool import LoraPool
 from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from tests.harness.adapter_mixture import Mixture
 from tests.harness.adapters import (
     RANKS,
     content_of,
     projections_of,
     tensors_of,
     with_adapter,
-    with_adapter_of_size,
 )
 
 from .conftest import Driver, expected_logits, random_prompts
@@ -202,42 +201,66 @@ def test_a_folder_of_peft_through_a_manager(case, reference, make_manager, new_c
     assert last["LoRA Loads"] == 1 and last["Packed Steps" if "Compiled Steps" not in last else "Compiled Steps"]
 
 
-@pytest.mark.parametrize("options", [
-    {"policy": SchedulerPolicy.MAX_UTILIZATION, "max_num_tokens": 16, "enable_chunked_context": True},
-    {"policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "enable_trt_overlap": True},
-    {"policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "cpu_compile": False, "max_num_tokens": 16,
-     "enable_chunked_context": True},
-    {"policy": SchedulerPolicy.MAX_UTILIZATION, "deterministic": True}], ids=["pauses", "overlap", "layers", "bits"])
-def test_requests_of_forty_adapters_in_caches_for_five_are_as_alone(options, reference, make_manager, new_client,
-                                                                    new_request):
-    """With block reuse: prompts of several adapters begin alike, and a block of another content is not found."""
+def test_adapters_of_a_prefetch_folder_are_there_from_the_first_request_on(reference, make_manager, new_client,
+                                                                           new_request, tmp_path):
+    """One as peft writes it, one as the original's converter does. The requests name them by their ids alone."""
     model, folder = reference("Qwen2")
-    draw = Random(1)
-    ranks = {task: draw.randint(1, 4) for task in range(1, 41)}
-    tensors = {task: tensors_of(with_adapter_of_size(model, task, rank)) for task, rank in ranks.items()}
-    trunk = random_prompts([40])[0]
-    count = 20 if "deterministic" in options else 60
-    asks = [(number, trunk[: draw.choice([3, 18, 33, 40])] + [number % 97],
-             draw.choice([0, *ranks]) if number > 40 else number) for number in range(count)]
+    models = {None: model}
+    for task in (12, 2**64 - 1):
+        models[task], parts = with_adapter(model, task)
+        if task == 12:
+            models[task].save_pretrained(tmp_path / "12")
+        else:
+            (tmp_path / str(task)).mkdir()
+            for name, array in tensors_of(parts).items():
+                np.save(tmp_path / str(task) / f"model.{name}.npy", array)
+    client = new_client()
+    client.pending = [new_request(number, PROMPTS[1], 6, **({} if task is None else {"lora_task_id": task}))
+                      for number, task in enumerate(models)]
+    make_manager(client, model_path=folder, num_threads=1,
+                 peft_cache_config=PeftCacheConfig(num_device_module_layer=20_000, lora_prefetch_dir=tmp_path))
+    client.wait_for_finals(0, 1, 2)
+    for number, expected in enumerate(models.values()):
+        tokens = client.final(number).tokens()
+        with torch.inference_mode():
+            logits = expected(torch.tensor([tokens])).logits[0, len(PROMPTS[1]) - 1 : -1]
+        assert tokens[len(PROMPTS[1]):] == logits.argmax(-1).tolist()
+    assert json.loads(client.stats[-1])["LoRA Adapters On Host"] == 2
 
-    def run(**more):
-        client = new_client()
-        client.pending = [new_request(number, prompt, 12, **({} if not task else {"lora_task_id": task}),
-                                      **tensors.get(task, {})) for number, prompt, task in asks]
-        manager = make_manager(client, model_path=folder, num_threads=1, peft_cache_config=PeftCacheConfig(
-            max_adapter_size=4, num_device_module_layer=20 * 21), **more)
-        client.wait_for_finals(*range(len(asks)))
-        assert manager.shutdown()
-        finals = [client.final(number) for number in range(len(asks))]
-        assert not any(final.error for final in finals)
-        return [final.tokens() for final in finals], [json.loads(record) for record in client.stats]
 
+@pytest.fixture(scope="module")
+def mixture(reference):
+    """Return (200 requests of forty adapters and none, the tokens of each alone)."""
+    made = Mixture(*reference("Qwen2"), seed=1, by_peft=8)
+    return made, made.run_alone()
+
+
+@pytest.mark.parametrize("form, options", [
+    ("packed", {"policy": SchedulerPolicy.GUARANTEED_NO_EVICT, "enable_trt_overlap": True}),
+    ("compiled", {"policy": SchedulerPolicy.MAX_UTILIZATION, "max_num_tokens": 16, "enable_chunked_context": True})])
+def test_requests_of_forty_adapters_in_caches_for_five_are_as_alone(form, options, mixture):
+    """With block reuse: prompts of several adapters begin alike, and a block of another content is not found.
+
+    tests/campaigns/adapters.py does this with every family.
+    """
+    if form == "compiled" and not can_compile():
+        pytest.skip("no C compiler")
+    requests, alone = mixture
     pauses = options["policy"] is SchedulerPolicy.MAX_UTILIZATION
-    kv = KvCacheConfig(tokens_per_block=16, max_tokens=(10 if pauses else 16) * 16, enable_block_reuse=True)
-    found, records = run(kv_cache_config=kv, **options)
-    alone, _ = run(max_batch_size=1, kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=160),
-                   **{name: options[name] for name in ("deterministic",) if name in options})
-    assert found == alone and len({tuple(tokens[-8:]) for tokens in alone}) > len(asks) / 2
+    found, records = requests.run(cpu_compile=None if form == "compiled" else False, kv_cache_config=KvCacheConfig(
+        tokens_per_block=16, max_tokens=(10 if pauses else 16) * 16, enable_block_reuse=True), **options)
+    assert requests.different(found, alone)[0] == []
+    wrong, _, compared = requests.different_from_peft(found)
+    assert wrong == [] and compared > 15
+    assert len({tuple(tokens[-8:]) for tokens in alone}) > len(alone) / 2
     assert records[-1]["LoRA Evictions"] > 5 and records[-1]["LoRA Device Pages"] == 20
+    assert records[-1][f"{form.capitalize()} Steps"] > 0
     assert max(record["Active Request Count"] for record in records) > 2
     assert pauses == any(record["Paused Requests"] for record in records)
+
+
+def test_deterministic_steps_with_adapters_have_the_bits_of_requests_alone(reference):
+    requests = Mixture(*reference("Qwen2"), seed=2, count=12, adapters=6, by_peft=0)
+    found, _ = requests.run(deterministic=True, policy=SchedulerPolicy.MAX_UTILIZATION,
+                            kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=160))
+    assert found == requests.run_alone(deterministic=True)
