@@ -6,7 +6,8 @@
 Interpreted kernels spend most of their time in Triton's front end, in work whose result is the same every time: the
 shape of a block type is checked and wrapped again for each tensor, the type of a result is derived again for each
 operation, and the functions of triton.language are replaced again for each call of a Triton function. The functions of
-this module do this work once for each shape or type. They get each result from Triton's own function the first time.
+this module and of quick_operations.py do this work once for each shape or type. They get each result from Triton's own
+function the first time.
 
 An operation whose result overflows int32 raises OverflowError.
 
@@ -23,10 +24,14 @@ from triton.runtime import interpreter
 
 from batch_manager.triton_kernels.interpreter import accept_arrays_of_one_element
 
-TYPE_FIELDS = {"element_ty", "name"}                      # fields of a block type that depend on more than its shape
-TENSOR_FIELDS = {"handle", "type", "dtype"}               # fields of a tensor that depend on more than its shape
-OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-INT32_MIN, INT32_MAX = -2**31, 2**31 - 1
+from .quick_operations import (
+    ARITHMETIC,
+    NAMES,
+    Calls,
+    new_axes_once_per_type,
+    operation_once_per_types,
+    refuse_overflow,
+)
 
 
 def replace_functions_once(replace_functions):
@@ -34,9 +39,13 @@ def replace_functions_once(replace_functions):
 
     replace_functions   `_patch_lang` of Triton's interpreter
     """
+    language, modules_of = interpreter.tl, {}
+
     def replace(function):
-        language = interpreter.tl
-        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
+        modules = modules_of.get(function)
+        if modules is None:
+            modules = modules_of[function] = [value for value in function.__globals__.values()
+                                              if value is language or value is language.core]
         if modules and not any(language.core.is_builtin(module.load) for module in modules):
             return interpreter._LangPatchScope()
         return replace_functions(function)
@@ -44,44 +53,54 @@ def replace_functions_once(replace_functions):
     return replace
 
 
-def block_type_once_per_shape(initialize):
-    """Set the fields of a block type. Fields that depend on the shape only are computed once for each shape.
+def one_of_each_type():
+    """Make each type of Triton once. Equal types are then one object, which is found by its id."""
+    known = {core.dtype: {}, core.pointer_type: {}, core.block_type: {}}
+    for type in vars(core).values():
+        if isinstance(type, core.dtype):
+            known[core.dtype][type.name] = type
+
+    def make(cls, *args, **fields):
+        args = [getattr(value, "value", value) for value in (*args, *fields.values())]
+        if not args or cls not in known:
+            return object.__new__(cls)
+        if cls is core.block_type:
+            args[1] = tuple([getattr(size, "value", size) for size in args[1]])
+        key = args[0] if cls is core.dtype else (id(args[0]), *args[1:], *fields)
+        if key not in known[cls]:
+            known[cls][key] = object.__new__(cls)
+        return known[cls][key]
+
+    core.dtype.__new__ = make
+
+
+def block_type_once(initialize):
+    """Set the fields of a block type, unless they are set already.
 
     initialize   `block_type.__init__`, which checks the shape
     """
-    known = {}
-
     def set_fields(self, element_ty, shape):
-        key = tuple([getattr(size, "value", size) for size in shape])
-        if key not in known:
+        if "name" not in self.__dict__:
             initialize(self, element_ty, shape)
-            known[key] = {name: value for name, value in vars(self).items() if name not in TYPE_FIELDS}
-            known[key]["shape_key"] = key
-        self.__dict__.update(known[key])
-        self.element_ty = element_ty
 
     return set_fields
 
 
-def block_type_name(self):
-    """Return the name of a block type, which is rarely needed and takes long to write."""
-    return f"<{self.shape}, {self.element_ty}>"
-
-
-def tensor_once_per_shape(initialize):
-    """Set the fields of a tensor. Fields that depend on the shape only are computed once for each shape.
+def tensor_once_per_type(initialize):
+    """Set the fields of a tensor. All but the handle are found once for each type.
 
     initialize   `tensor.__init__`
     """
     known = {}
 
     def set_fields(self, handle, type):
-        key = getattr(type, "shape_key", ())
-        if key not in known:
+        fields = known.get(id(type))
+        if fields is None:
             initialize(self, handle, type)
-            known[key] = {name: value for name, value in vars(self).items() if name not in TENSOR_FIELDS}
-        self.__dict__.update(known[key])
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+            known[id(type)] = vars(self).copy()
+        else:
+            self.__dict__.update(fields)
+            self.handle = handle
 
     return set_fields
 
@@ -118,18 +137,16 @@ def result_type_once_per_pair(result_type):
     return find
 
 
-def refuse_overflow(self, left, right, operation):
+def refuse_overflow_of_operation(self, left, right, operation):
     """Raise OverflowError if the result of an operation on int32 overflows. Unsigned integers wrap around.
 
     This function takes the place of `TritonSemantic.binary_op_sanitize_overflow_impl`. Kernels compute
     addresses in int32 where the sizes allow it, and an address that overflows is wrong. Triton's check takes seven
     operations of the interpreter, and then reports nothing.
     """
-    kind, name = left.type.scalar, operation.__name__
-    if kind == core.int32 and name in OPERATIONS:
-        exact = OPERATIONS[name](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
-        if exact.min() < INT32_MIN or exact.max() > INT32_MAX:
-            raise OverflowError(f"{name} of int32 gives values from {exact.min():,} to {exact.max():,}")
+    for function, name in ARITHMETIC.items():
+        if name == operation.__name__ and left.type.scalar == core.int32:
+            refuse_overflow(name, function(left.handle.data.astype(np.int64), right.handle.data.astype(np.int64)))
 
 
 def equal_shapes_as_they_are(broadcast):
@@ -138,11 +155,25 @@ def equal_shapes_as_they_are(broadcast):
     broadcast   `TritonSemantic.broadcast_impl_value`
     """
     def find(self, left, right):
-        if getattr(left.type, "shape_key", ()) == getattr(right.type, "shape_key", ()):
+        if left.type is right.type or getattr(left.type, "shape", ()) == getattr(right.type, "shape", ()):
             return left, right
         return broadcast(self, left, right)
 
     return find
+
+
+def value_as_it_is(unwrap):
+    """Return the value of a constant, and any other value as it is.
+
+    unwrap   `_unwrap_if_constexpr`, which looks into lists and tuples
+    """
+    simple = {int, float, bool, str, type(None), core.tensor}
+
+    def value_of(value):
+        kind = type(value)
+        return value if kind in simple else value.value if kind is core.constexpr else unwrap(value)
+
+    return value_of
 
 
 def same_type(compare):
@@ -153,19 +184,46 @@ def same_type(compare):
     return lambda self, other: self is other or compare(self, other)
 
 
+def functions_once():
+    """Return what takes the place of `_patch_attr` of Triton's interpreter, which makes a function of triton.language
+    callable in a kernel. Each function is made once, and operations on two operands are those of quick_operations.py.
+    """
+    known, calls = {}, Calls()
+
+    def made(owner, name, function):
+        function = getattr(function, "__wrapped__", function)       # without the check that `_semantic` is given
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        if owner is core.tensor and name in NAMES:
+            return operation_once_per_types(name, call, calls)
+        return new_axes_once_per_type(call) if owner is core.tensor and name == "__getitem__" else call
+
+    def set_function(owner, name, function, builder, scope):
+        if (owner, function) not in known:
+            known[owner, function] = made(owner, name, function)
+        scope.set_attr(owner, name, known[owner, function])
+
+    return set_function
+
+
 def install():
     """Replace functions of Triton in this process."""
     accept_arrays_of_one_element()
+    one_of_each_type()
     of_types = semantic.TritonSemantic
     for owner, name, faster in (
             (interpreter, "_patch_lang", replace_functions_once), (interpreter, "_get_np_dtype", once_per_type),
-            (core.block_type, "__init__", block_type_once_per_shape), (core.tensor, "__init__", tensor_once_per_shape),
-            (core.dtype, "__eq__", same_type), (of_types, "computation_type_impl", result_type_once_per_pair),
+            (core.block_type, "__init__", block_type_once), (core.tensor, "__init__", tensor_once_per_type),
+            (core.dtype, "__eq__", same_type), (core, "_unwrap_if_constexpr", value_as_it_is),
+            (of_types, "computation_type_impl", result_type_once_per_pair),
             (of_types, "broadcast_impl_value", equal_shapes_as_they_are)):
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(faster(original)))
-    core.block_type.name = property(block_type_name, lambda self, name: None)
-    of_types.binary_op_sanitize_overflow_impl = refuse_overflow
+    interpreter._patch_attr = functions_once()
+    of_types.binary_op_sanitize_overflow_impl = refuse_overflow_of_operation
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 The GPUs are sm_80, sm_90, sm_100 and gfx942. The compilers are the installed Triton and each version in OTHER_TRITONS.
 The suite installs each of these versions into a folder of the system's temporary folder. No kernel may spill registers
 or need a stack, except for the kernels in ALLOWED. No kernel may take more shared memory than the GPU gives a program.
+First, the kernels are compiled in the sizes of large models, see test_ahead_of_time.py.
 The seed has no effect. `--jobs` is the number of GPUs for which kernels are compiled at a time. Triton's cache keeps
 the results for the next run.
 """
@@ -67,6 +68,13 @@ def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
                          env=environment, text=True, capture_output=True)
     if ran.returncode:
         raise RuntimeError(f"not every call was reached:\n{ran.stdout[-4000:]}{ran.stderr[-1000:]}")
+
+
+def compile_large_models() -> list[str]:
+    """Compile all cases of test_ahead_of_time.py for each GPU. Return the last lines of pytest if a test fails."""
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/kernels/test_ahead_of_time.py"],
+                         cwd=ROOT, env={**os.environ, "BATCH_MANAGER_ALL_CASES": "1"}, text=True, capture_output=True)
+    return [] if ran.returncode == 0 else [f"cases of large models: {ran.stdout[-2000:]}{ran.stderr[-500:]}"]
 
 
 def folder_of(triton: str) -> Path:
@@ -135,7 +143,7 @@ def dtype_of(call: dict) -> str:
 
 
 def run(options: Options) -> Summary:
-    failures, short, parts, unusual = [], [], [], Counter()
+    failures, short, parts, unusual = compile_large_models(), [], [], Counter()
     deadline = None if options.seconds is None else time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "calls"

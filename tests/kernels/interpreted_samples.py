@@ -15,6 +15,8 @@ import triton.language as tl
 
 TYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
          torch.float64)
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint32)
+FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_MAX, UINT8_MAX = 2**31 - 1, 255
 
 
@@ -47,6 +49,28 @@ def _pointers(numbers_ptr, out_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _of_integers(first_ptr, second_ptr, out_ptr, SIZE: tl.constexpr):
+    """Quotients, bits and comparisons of rows, scalars and constants."""
+    lane = tl.arange(0, SIZE)
+    first, second = tl.load(first_ptr + lane), tl.load(second_ptr + lane)
+    scalar = tl.load(second_ptr + 1)
+    bits = (first << 1) ^ (first >> 1) | (5 & second) ^ (scalar | 8) ^ (second * 3 - second)
+    is_wanted = (first < second) & (first >= 2) | (scalar == first) ^ (second != 3) & (scalar <= 4)
+    out = tl.where(is_wanted, first // (second + 1) + 100 * (first % (scalar + 1)), bits)
+    tl.store(out_ptr + lane, out.to(tl.float32))
+
+
+@triton.jit
+def _of_fractions(first_ptr, second_ptr, out_ptr, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    first, second = tl.load(first_ptr + lane), tl.load(second_ptr + lane)
+    scalar = tl.load(second_ptr + 1)
+    out = (first - second) / (1.5 + second * second) + (2 - first) * scalar - 0.1 / (first * -0.0 + scalar)
+    out = tl.where((first > scalar) | (out <= 0.25), out, 1 / (first * -0.0)) % 3.5
+    tl.store(out_ptr + lane, out.to(tl.float32))
+
+
+@triton.jit
 def _add(numbers_ptr, out_ptr, more, SIZE: tl.constexpr):
     lane = tl.arange(0, SIZE)
     tl.store(out_ptr + lane, tl.load(numbers_ptr + lane) + more)
@@ -64,27 +88,35 @@ def _of_two_shapes(numbers_ptr, out_ptr, more, SIZE: tl.constexpr):
 
 
 def results():
-    """Yield (name, outcome) of each kernel. An outcome is a list of numbers or the text of an error."""
+    """Yield (name, outcome) of each kernel. An outcome is a list of numbers or the text of an error.
+
+    Everything runs twice, with other numbers.
+    """
     draw = torch.Generator().manual_seed(3)
-    for first in TYPES:
-        for second in TYPES:
-            given = [torch.randint(0, 2 if type is torch.bool else 7, (8,), generator=draw).to(type)
-                     for type in (first, second)]
-            out = torch.zeros(8, 8)
-            yield f"{first} {second}", attempt(_arithmetic, *given, out, SIZE=8) or out.flatten().tolist()
-    for bits in (tl.int32, tl.uint32):
-        out = torch.zeros(32)
-        numbers = torch.randn(48, generator=draw)
-        yield f"pointers {bits}", attempt(_pointers, numbers, out, SIZE=16, BITS=bits) or out.tolist()
-    for kernel in (_add, _multiply, _of_two_shapes):
-        for type, number, more in ((torch.int32, INT32_MAX, 1), (torch.int32, -INT32_MAX, -1), (torch.int32, 46340, 0),
-                                   (torch.int32, 46341, 2), (torch.uint8, UINT8_MAX, 1), (torch.int64, 2**62, 5),
-                                   (torch.uint32, 2**32 - 1, 1), (torch.int16, 2**15 - 1, 1), (torch.int32, 7, -9)):
-            for size in (8, 12):
-                numbers = torch.full((size,), number).to(type)
-                out = torch.zeros(size, dtype=type)
-                yield (f"{kernel.__name__} {type} {number} {more} {size}",
-                       attempt(kernel, numbers, out, more, SIZE=size) or out.tolist())
+    for time in ("first", "second"):
+        for kernel, types, size in ((_arithmetic, TYPES, 64), (_of_integers, INTEGERS, 8),
+                                    (_of_fractions, FRACTIONS, 8)):
+            for first in types:
+                for second in types:
+                    given = [torch.randint(0, 2 if type is torch.bool else 7, (8,), generator=draw).to(type)
+                             for type in (first, second)]
+                    out = torch.zeros(size)
+                    yield (f"{time} {kernel.__name__} {first} {second}",
+                           attempt(kernel, *given, out, SIZE=8) or out.tolist())
+        for bits in (tl.int32, tl.uint32):
+            out = torch.zeros(32)
+            numbers = torch.randn(48, generator=draw)
+            yield f"{time} pointers {bits}", attempt(_pointers, numbers, out, SIZE=16, BITS=bits) or out.tolist()
+        for kernel in (_add, _multiply, _of_two_shapes):
+            for type, number, more in ((torch.int32, INT32_MAX, 1), (torch.int32, -INT32_MAX, -1),
+                                       (torch.int32, 46340, 0), (torch.int32, 46341, 2), (torch.uint8, UINT8_MAX, 1),
+                                       (torch.int64, 2**62, 5), (torch.uint32, 2**32 - 1, 1),
+                                       (torch.int16, 2**15 - 1, 1), (torch.int32, 7, -9)):
+                for size in (8, 12):
+                    numbers = torch.full((size,), number).to(type)
+                    out = torch.zeros(size, dtype=type)
+                    yield (f"{time} {kernel.__name__} {type} {number} {more} {size}",
+                           attempt(kernel, numbers, out, more, SIZE=size) or out.tolist())
 
 
 def attempt(kernel, *given, **constants):

@@ -1,7 +1,8 @@
 """Every kernel compiles for GPUs that this machine does not have. Its machine code does not exceed the GPU's resources.
 
 The compiler runs in a separate process, without TRITON_INTERPRET and with its own settings: see
-compile_ahead_of_time.py. Run with `-s` to see the table that triton_kernels/README.md records.
+compile_ahead_of_time.py. With BATCH_MANAGER_ALL_CASES=1, all cases are compiled for each GPU, as campaign T18 does. Run
+so with `-s` to see the table that triton_kernels/README.md records.
 """
 
 import json
@@ -42,7 +43,8 @@ def compiled():
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
-    done = subprocess.run([sys.executable, PROGRAM, *GPUS], env=environment, capture_output=True, text=True)
+    all_cases = ["--all"] if os.environ.get("BATCH_MANAGER_ALL_CASES") == "1" else []
+    done = subprocess.run([sys.executable, PROGRAM, *all_cases, *GPUS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     print_table([record for record in records if record["gpu"] in GPUS])
