@@ -27,6 +27,7 @@ from .tokenizer import encode, load_tokenizer
 
 # Precedes a text that is encoded alone, so that the tokenizer puts no space before the text.
 _SENTINEL = "\x02"
+LONGEST_TOKEN = 1024     # bytes; llguidance panics for a longer one, so that no grammar allows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,8 @@ class _Vocabulary:
                               "guided decoding needs the bytes of each token",
                               "pass a tokenizer whose decoder is ByteLevel, ByteFallback, Metaspace or WordPiece")
         self._tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, end_id, None
-        self.tokens: Sequence[bytes] = [known[token] for token in range(vocab_size)]
+        self.tokens: Sequence[bytes] = [content if len(content := known[token]) <= LONGEST_TOKEN else b""
+                                        for token in range(vocab_size)]
         self._special = known.special.keys()
         self.special_token_ids: Sequence[int] = [token for token in known.special if token < vocab_size]
 

@@ -23,15 +23,16 @@ m.reasoning_content }}</think>{% endif %}{% for c in m.tool_calls or [] %}<tool_
 </tool_call>{% endfor %}{{ '\\n' }}{% endfor %}<s>{% if enable_thinking %}</s><think>{% endif %}"""
 
 
-def folder_of(parent, template=TEMPLATE, special=()):
-    """Make a folder with a tokenizer, more special tokens in it, and a chat template."""
+def folder_of(parent, template=TEMPLATE, special=(), words=()):
+    """Make a folder with a tokenizer, more special tokens and words in it, and a chat template."""
     folder = Path(parent) / "caller"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(MODEL / name, folder / name)
-    if special:
+    if special or words:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_special_tokens(list(special))
+        tokenizer.add_tokens(list(words))
         tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
     return folder
@@ -49,7 +50,7 @@ class Caller:
         self._opening = self.tokenizer.encode("<think>", add_special_tokens=False).ids
 
     def __call__(self, history):
-        at = len(history) - history[::-1].index(BEGIN)
+        at = history.index(BEGIN) + 1
         if history[at:at + 1] == [END]:              # the prompt has opened the reasoning
             at += 1 + len(self._opening)
         key = tuple(history[:at])

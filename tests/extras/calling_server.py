@@ -45,6 +45,13 @@ def says(prompt):
     return f"<think>I call.</think><tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
+def app_of(service):
+    """Return the application of a service that runs already."""
+    app = Starlette(routes=ROUTES)
+    app.state.service = service
+    return app
+
+
 @contextlib.contextmanager
 def serving(folder, script=says):
     """Run the server in a thread. Yields its address."""

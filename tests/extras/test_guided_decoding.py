@@ -196,6 +196,14 @@ def test_allowed_tokens_are_those_whose_bytes_match_for_every_decoder(name):
     assert len(texts) > 6
 
 
+def test_a_token_that_is_too_long_for_the_library_is_never_allowed(tokenizer):
+    added = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    added.add_tokens(["x" * 1024, "x" * 1025])
+    size = added.get_vocab_size()
+    process = (guided := GuidedDecoding(added, vocab_size=size, end_id=1)).processor(guided.regex("x*"))
+    assert process(0, torch.zeros(size), [[5]])[-2:].tolist() == [0, -torch.inf]
+
+
 def test_without_the_library_or_the_tokenizer_the_error_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="there is no file"):
         GuidedDecoding(tmp_path / "tokenizer.json", vocab_size=VOCAB, end_id=END)

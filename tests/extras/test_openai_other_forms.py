@@ -12,10 +12,8 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
 
-from starlette.applications import Starlette  # noqa: E402
-
-from batch_manager.extras.openai.application import ROUTES  # noqa: E402
 from tests.extras.calling_model import folder_of, run  # noqa: E402
+from tests.extras.calling_server import app_of  # noqa: E402
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
         "additionalProperties": False}
@@ -29,12 +27,6 @@ def says(prompt):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return folder_of(tmp_path_factory.mktemp("models"))
-
-
-def app_of(service):
-    app = Starlette(routes=ROUTES)
-    app.state.service = service
-    return app
 
 
 def client_of(service):

@@ -29,7 +29,9 @@ from batch_manager.extras.openai.errors import FIELDS  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.json_object import parsed_json  # noqa: E402
 from batch_manager.extras.sampling import Sampling  # noqa: E402
+from batch_manager.extras.text import _fast_kind  # noqa: E402
 from batch_manager.extras.token_bytes import TokenBytes, TokenPositions  # noqa: E402
+from batch_manager.extras.tool_calls.parser import _machine  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -694,7 +696,11 @@ def test_nothing_is_compiled_by_requests_after_the_start(monkeypatch, tmp_path):
     pytest.importorskip("llguidance")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}{# <tool_call></tool_call><think> #}")
+    tool = {"type": "function", "function": {"name": "f"}}
+    further = ({}, {"response_format": {"type": "json_object"}}, {"tools": [tool], "max_thinking_tokens": 1},
+               {"tools": [tool], "tool_choice": "required", "separate_reasoning": False})
 
     async def test(service):
         async def start(*_, **__):
@@ -705,10 +711,14 @@ def test_nothing_is_compiled_by_requests_after_the_start(monkeypatch, tmp_path):
         app = application.make_app(str(tmp_path))
         async with app.router.lifespan_context(app):
             monkeypatch.setattr(guided_decoding, "GuidedDecoding", None)
-            compiled = folder_template.cache_info().misses
-            await whole(app.state.service, True, messages=[{"role": "user", "content": "Who?"}], max_tokens=4,
-                        response_format={"type": "json_object"})
-            assert folder_template.cache_info().misses == compiled
+            caches = folder_template, _fast_kind, _machine
+            compiled = [cache.cache_info().misses for cache in caches]
+            modules = set(sys.modules)
+            for more in further:
+                await whole(app.state.service, True, messages=[{"role": "user", "content": "Who?"}], max_tokens=4,
+                            **more)
+            assert [cache.cache_info().misses for cache in caches] == compiled
+            assert not [name for name in sys.modules.keys() - modules if not name.startswith("batch_manager.decoding")]
 
     run(test, folder=tmp_path)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 
@@ -73,6 +74,32 @@ def test_tools_change_nothing_of_a_text(folder):
         assert ["get_weather" in prompt for prompt in caller.prompts] == [False, True]    # none: as without tools
 
     run(test, " a < b. \n\n", folder)
+
+
+def test_a_request_without_tools_runs_no_code_of_theirs(folder):
+    """A chat without tools makes the calls that it makes in a service that knows no format."""
+    async def test(service, caller):
+        seen = set()
+        service.prepare()
+
+        def note(frame, event, _):
+            if event == "call" and "/extras/" in frame.f_code.co_filename:
+                seen.add(frame.f_code)
+
+        async def codes(**body):
+            seen.clear()
+            sys.setprofile(note)
+            try:
+                await whole(service, **body)
+                await chunks(service, **body)
+            finally:
+                sys.setprofile(None)
+            return {code.co_qualname for code in seen if "tool_calls" in code.co_filename}
+
+        assert await codes() == set()
+        assert "CallParser.push" in await codes(tools=[WEATHER])
+
+    run(test, "It rains.", folder, reasoning_parser="none")
 
 
 def test_calls_and_results_reach_the_template(folder):
@@ -257,16 +284,56 @@ def test_a_schema_that_no_grammar_holds(folder):
     run(test, call("f", a=[None]), folder)
 
 
-def test_long_arguments_a_long_name_and_two_calls(folder):
-    name = "n" * 200
-    tool = {"type": "function", "function": {"name": name, "parameters": CITY}}
-    text = call(name, city="word " * 400) + "\n" + call(name, city="")
+def test_arguments_of_100_kb_a_long_name_and_two_calls(tmp_path):
+    """Over HTTP, whole and streamed, in each form of chats."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("starlette")
+    from tests.extras.calling_server import app_of
+
+    word, name = "word, 😀 and " * 65, "n" * 200     # one token each
+    city = word * 130
+    assert len(city) > 100_000
+    text = call(name, city=city) + "\n" + call(name, city="")
+    chat = {"messages": [{"role": "user", "content": "Rain?"}]}
+    described = {"name": name, "parameters": CITY}
+    bodies = {
+        "chat/completions": {**chat, "tools": [{"type": "function", "function": described}]},
+        "responses": {"input": "Rain?", "tools": [{"type": "function", **described}]},
+        "messages": {**chat, "max_tokens": 5000, "tools": [{"name": name, "input_schema": CITY}]}}
+
+    def read(path, answer):
+        """Return (name, arguments) of each call."""
+        if path == "chat/completions":
+            return called(answer["choices"][0]["message"])
+        if path == "responses":
+            return [(item["name"], json.loads(item["arguments"])) for item in answer["output"]]
+        return [(block["name"], block["input"]) for block in answer["content"]]
+
+    def arguments(path, event):
+        if path == "chat/completions":
+            parts = [part for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
+            return "".join(part["function"]["arguments"] for part in parts)
+        if event["type"] == "response.function_call_arguments.delta":
+            return event["delta"]
+        return event["delta"]["partial_json"] if event["type"] == "content_block_delta" else ""
 
     async def test(service, caller):
-        (choice,) = (await whole(service, tools=[tool]))["choices"]
-        assert [len(arguments["city"]) for _, arguments in called(choice["message"])] == [2000, 0]
+        transport = httpx.ASGITransport(app_of(service))
 
-    run(test, text, folder)
+        async def check(path, body):
+            answer = await client.post(f"/v1/{path}", json=body)
+            if not body.get("stream"):
+                assert read(path, answer.json()) == [(name, {"city": city}), (name, {"city": ""})]
+                return
+            events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+            assert "".join(arguments(path, event) for event in events) == "".join(
+                json.dumps({"city": each}, ensure_ascii=False) for each in (city, ""))
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            await asyncio.gather(*(check(path, {**body, "stream": is_streaming}) for path, body in bodies.items()
+                                   for is_streaming in (False, True)))
+
+    run(test, text, folder_of(tmp_path, words=[word, name]))
 
 
 def test_a_call_can_be_cancelled_in_its_middle(folder):

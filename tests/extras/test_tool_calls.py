@@ -76,6 +76,8 @@ def test_names_that_are_not_in_the_list():
     assert (begins.kind, begins.name) == ("begins", "other")
     for name, text in (("llama3_json", '{"name": "Emma", "parameters": {}}'), ("pythonic", "[print(1)]")):
         assert [tuple(event)[:2] for event in texts.parsed(name, [text], {"f": {}})] == [("text", text)]
+    text = f"<tool_call>{' ' * 100}f</tool_call>x"       # far from its mark
+    assert [tuple(event)[:2] for event in texts.parsed("glm", [text], {"f": {}})] == [("text", text)]
 
 
 def test_a_call_that_is_cut_off_says_so():

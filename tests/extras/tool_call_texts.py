@@ -158,3 +158,35 @@ def parsed(name: str, pieces: list[str], tools: dict, reasoning: str | None = No
 
 def reasoning_for(name: str, draw: random.Random) -> str | None:
     return "harmony" if name == "harmony" else draw.choice(["think", None])
+
+
+def tiresome(name: str, size: int) -> dict[str, str]:
+    """Return kind -> a text of about `size` characters that may be slow to parse."""
+    def of(text: str, start: str = "") -> str:
+        return start + text * (size // len(text))
+
+    if name not in FORMATS:
+        return {"begins": of("<"), "blanks": of(" \n")}
+    form = FORMATS[name].written
+    marks = sorted(FORMATS[name].marks) or ["<"]
+    text = "<|channel|>final<|message|>" if name == "harmony" else ""
+    head = (form.before + form.begin.removeprefix(form.trigger if form.before == form.trigger else "")).replace("␣", "")
+    called = head.replace("{name}", "f")
+    kinds = {
+        "begins": of(marks[0][0], text), "almost marks": of(marks[0][:-1] + " ", text), "blanks": of("  \n\n", text),
+        "marks": of("".join(marks)), "a name": of("abcd", head.partition("{name}")[0]), "a word": of("abcd", called),
+        "brackets": of("{[", called), "numbers": of("1, ", called + '{"a": ['), "blank arguments": of(" ", called),
+        "objects": of('"b": {"c": "d"}, ', called + '{"a": {'), "strings": of('"", ', called + '{"a": ['),
+        "backslashes": of("\\n", called + '{"a": "'),
+    }
+    if form.field is not None:
+        first, middle, after, *_ = form.field
+        kinds |= {"a key": of("abcd", called + first), "a value": of("abcd", called + first + "a" + middle),
+                  "a blank value": of("\n", called + first + "a" + middle),
+                  "fields": of(f"{first}a{middle}b{after or ', '}", called)}
+    if "{name}" in form.begin and '"name"' in form.begin:
+        before = called.partition('{"name"')[0]
+        kinds |= {"JSON in a string": of("abcd", called + '"'), "another key": of("abcd", before + '{"'),
+                  "another value": of("1,", before + '{"x": ['), "arguments first": of(
+                      "abcd", before + '{"arguments": {"a": "')}
+    return kinds

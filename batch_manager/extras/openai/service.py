@@ -84,12 +84,12 @@ class OpenAIService:
         self._held_calls = HeldCalls(self.formats, self._guided_decoding if engine.info.end_ids else None)
 
     def prepare(self) -> None:
-        """Import and compile what requests with messages or a response_format need.
+        """Import and compile what requests with messages, tools or a response_format need.
 
         Without this call, their first request does it, and may delay other requests' tokens. What is not installed, or
         missing in the folder, is skipped.
         """
-        for part in (partial(compile_templates, self.folder), self._warm_up):
+        for part in (partial(compile_templates, self.folder), self.formats.prepare, self._warm_up):
             with contextlib.suppress(BatchManagerError, OpenAIError):
                 part()
 
@@ -231,6 +231,8 @@ class OpenAIService:
                            "into the context", param, "context_length_exceeded")
 
     def _warm_up(self) -> None:
+        from ..tool_calls import thinking  # noqa: F401
+
         if self.engine.info.end_ids:
             self._guided_decoding().json_schema({"type": "object"})
 
@@ -459,9 +461,9 @@ class Answer:
         if self._parsed.sampling.log_probs:
             log_probs = WholeLogProbs()
             log_probs.add(self._shapes.log_probs((), (), (), choice.positions))
-        output = Collected()
+        output = Collected() if self._is_parsed else None
         async for delta in choice.stream:
-            if self._is_parsed:
+            if output is not None:
                 output.add(choice.add(delta))
             else:
                 pieces.append(await self._piece(choice, delta))
@@ -469,8 +471,9 @@ class Answer:
                 log_probs.add(part)
             if choice.is_over:
                 break
-        output.finish()
-        text = output if self._is_parsed else "".join(pieces)
+        if output is not None:
+            output.finish()
+        text = "".join(pieces) if output is None else output
         return text, b"null" if log_probs is None else log_probs.json()
 
     async def _events(self) -> AsyncIterator[bytes]:

@@ -39,7 +39,8 @@ from .values import JSON, PYTHON, ValueReader, begun, escaped
 
 BEGINS, ARGUMENTS, ENDS = "begins", "arguments", "ends"
 LONGEST_NAME = 256
-_NAME = re.compile(rf"\s*[^\s<>(){{}}\[\]\"'=,;]{{0,{LONGEST_NAME}}}\s*")
+MOST_BLANKS = 64        # on each side of a name
+_NAME = re.compile(rf"\s{{0,{MOST_BLANKS}}}[^\s<>(){{}}\[\]\"'=,;]{{0,{LONGEST_NAME}}}\s{{0,{MOST_BLANKS}}}")
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _STRING_END = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[,}\]\s]")

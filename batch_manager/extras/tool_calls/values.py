@@ -171,12 +171,12 @@ class ValueReader:
     def _finished_word(self) -> str:
         word, self._word = self._word, ""
         if self._is_key:
-            return json.dumps(word, ensure_ascii=False)
+            return _QUOTED(word)
         if (known := _WORDS.get(word)) is not None:
             return known
         if _NUMBER.fullmatch(word):
             return word
-        return _number_of(word) or json.dumps(word, ensure_ascii=False)
+        return _number_of(word) or _QUOTED(word)
 
 
 @lru_cache(maxsize=8)
