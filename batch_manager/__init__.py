@@ -26,6 +26,9 @@ _PUBLIC = {
     "KvCacheConfig": "config",
     "ParallelConfig": "config",
     "PeftCacheConfig": "config",
+    "KvEvent": "kv_events",
+    "KvBlock": "kv_events",
+    "kv_block_hashes": "kv_events",
     "MODULE_NAMES": "adapter_values",
     "AdapterInfo": "adapter_values",
     "TrtGptModelType": "names",
@@ -154,6 +157,9 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .handover import SlotSetup as SlotSetup
     from .handover import StepOutput as StepOutput
     from .kv.kv_cache_manager import KvCacheManager as KvCacheManager
+    from .kv_events import KvBlock as KvBlock
+    from .kv_events import KvEvent as KvEvent
+    from .kv_events import kv_block_hashes as kv_block_hashes
     from .layers.context import LayerContext as LayerContext
     from .layers.embedding import Embedding as Embedding
     from .layers.embedding import Head as Head

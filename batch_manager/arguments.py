@@ -144,7 +144,7 @@ _TAKEN_BY_CALLBACKS = {
     "return_batch_manager_stats_cb": ("json",),
 }
 _TAKEN_BY_HOOKS = {
-    "trace": ("iteration_trace",), "after_responses": (), "at_end": ("health",),
+    "trace": ("iteration_trace",), "after_responses": (), "at_end": ("health",), "kv_events": ("events",),
     "logits_post_processor_batched": ("request_ids", "logits", "token_ids"),
 }
 

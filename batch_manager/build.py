@@ -14,7 +14,7 @@ from ._version import __version__
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
 from .config import ParallelConfig, Parts, TrtGptModelOptionalParams
-from .contained_log import log
+from .contained_log import RateLimitedLog, log
 from .custom_parts import (
     check_scheduler,
     checked_attention,
@@ -26,6 +26,7 @@ from .custom_parts import (
 from .errors import ConfigError, InvalidRequestError, ModelLoadError, RequestError
 from .guard import Guard, Heartbeat
 from .interpreter_exit import is_a_worker
+from .kv.event_log import EventLog
 from .kv.kv_cache_manager import KvCacheManager
 from .kv.peft_cache_manager import PeftCacheManager
 from .loading_thread import check_interruption, current_loading
@@ -186,7 +187,12 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
         assert callbacks.get_inference_requests_cb is not None and callbacks.send_response_cb is not None
         guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
-                                   params.max_admissions_per_iteration, parts.after_responses, parts.at_end)
+                                   params.max_admissions_per_iteration, parts.after_responses, parts.at_end,
+                                   parts.kv_events)
+        kv_events, kv = None, params.kv_cache_config
+        if plan.has_kv_events:
+            kv_events = EventLog(kv_cache_manager, key=kv.event_hash_key, with_tokens=kv.event_tokens,
+                                 most_kept=kv.event_buffer_max_size, log=RateLimitedLog(clock.monotonic))
         peft_cache_manager = preparing = None
         if plan.adapters is not None:
             # A step lists the loads of all steps in flight.
@@ -211,7 +217,8 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             flush_stats_when_idle=params.flush_stats_when_idle,
             trace=parts.trace,
             scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight(),
-            adapters=peft_cache_manager)
+            adapters=peft_cache_manager,
+            kv_events=kv_events)
     except BaseException:
         close_unused(backend)
         raise

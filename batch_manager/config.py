@@ -12,6 +12,7 @@ from typing import Any
 
 from .adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
 from .errors import ConfigError
+from .kv_events import KvEvent
 from .names import ContextChunkingPolicy, SchedulerPolicy
 from .option_values import check_flag, exact_integer, exact_number, put_count, put_seconds, shown_option
 from .seams import Clock, ModelBackend
@@ -45,6 +46,10 @@ class KvCacheConfig:
                                with Triton's kernels refuses 8, and blocks too large for its shared memory, such as 256
                                tokens of float32 in heads of 256 entries
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
+    event_buffer_max_size      events of the cache to keep for `GptManager.take_kv_events`; 0: none
+    event_hash_key             1 to 64 bytes: engines with equal keys give equal blocks equal hashes in their events;
+                               None: a random key of this engine
+    event_tokens               whether the events have the token ids of blocks, which are prompts and outputs
     """
 
     max_tokens: int | None = None
@@ -55,12 +60,22 @@ class KvCacheConfig:
     tokens_per_block: int = 64
     host_cache_size: int = 0
     enable_partial_reuse: bool = True
+    event_buffer_max_size: int = 0
+    event_hash_key: bytes | None = field(default=None, repr=False)
+    event_tokens: bool = False
 
     def __post_init__(self) -> None:
         put_count(self, "max_tokens", optional=True, owner="KvCacheConfig.")
         put_count(self, "max_attention_window", optional=True, owner="KvCacheConfig.")
         put_count(self, "sink_token_length", minimum=0, maximum=MAX_POSITION, owner="KvCacheConfig.")
         put_count(self, "host_cache_size", minimum=0, owner="KvCacheConfig.")
+        put_count(self, "event_buffer_max_size", minimum=0, owner="KvCacheConfig.")
+        check_flag("KvCacheConfig.event_tokens", self.event_tokens)
+        key = self.event_hash_key
+        if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= 64):
+            raise ConfigError(f"KvCacheConfig.event_hash_key is of type {type(key).__name__}"
+                              + (f" and has {len(key)} bytes" if isinstance(key, bytes) else ""),
+                              "expected 1 to 64 bytes, or None", "pass for instance bytes.fromhex(...)")
         check_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
         check_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
         fraction, size = exact_number(self.free_gpu_memory_fraction), exact_integer(self.tokens_per_block)
@@ -79,6 +94,9 @@ class KvCacheConfig:
         if self.host_cache_size and not self.enable_block_reuse:
             raise ConfigError(f"host_cache_size is {self.host_cache_size:,} but enable_block_reuse is not set",
                               "host memory only keeps reusable blocks", "set both or neither")
+        if self.event_buffer_max_size and not self.enable_block_reuse:
+            raise ConfigError(f"event_buffer_max_size is {self.event_buffer_max_size:,} but enable_block_reuse is not "
+                              "set", "events are about reusable blocks", "set both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,6 +458,8 @@ class Parts:
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
                 returns, however the worker ends. `health` is the result of `GptManager.health`, with the state
                 "STOPPED", or "FAILED" if the process of an AsyncEngine died. Exceptions are logged and dropped
+    kv_events   (events: list[KvEvent]) -> None, called on the worker thread after an iteration that changed what the
+                prefix cache can find. Needs enable_block_reuse. Exceptions are logged and dropped
     logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None. Changes the logits in place;
                 see decoding/logits_post_processors.py
@@ -455,6 +475,7 @@ class Parts:
     trace: Callable[..., None] | None = None
     after_responses: Callable[[], None] | None = None
     at_end: Callable[[dict[str, Any]], None] | None = None
+    kv_events: Callable[[list[KvEvent]], None] | None = None
     logits_post_processor_batched: Callable[..., None] | None = None
     stages: Sequence[Any] | Callable[..., Sequence[Any]] | None = None
 
@@ -465,7 +486,7 @@ class Parts:
                               "one, or None",
                               "put the stages into a list, or leave it None")
         for name, takes in (("attention", "spec, kv_pool"), ("trace", "iteration_trace"), ("after_responses", ""),
-                            ("at_end", "health"),
+                            ("at_end", "health"), ("kv_events", "events"),
                             ("logits_post_processor_batched", "request_ids, logits, token_ids")):
             part = getattr(self, name)
             if part is not None and not callable(part):

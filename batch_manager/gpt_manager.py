@@ -20,6 +20,8 @@ from .custom_parts import close_unused
 from .engine_info import EngineInfo
 from .errors import ConfigError, ManagerClosedError
 from .interpreter_exit import is_a_worker, list_worker
+from .kv.event_log import EventLog
+from .kv_events import KvEvent
 from .loading_thread import load_in_own_thread
 from .loop.callbacks import (
     GetInferenceRequestsCallback,
@@ -212,6 +214,38 @@ class GptManager:
         content = preparing.check(read_adapter(adapter, MOST_BYTES))
         stored = self._on_worker(lambda: preparing.store.put(number, content, keep=True))
         return AdapterInfo.of(number, stored)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """Return the events of the prefix cache since the last call, at most KvCacheConfig.event_buffer_max_size, the
+        newest ones. A gap in `event_id` means that older ones were dropped.
+
+        Can be called from any thread. Raises ConfigError without event_buffer_max_size; ManagerClosedError in a forked
+        child.
+        """
+        self._check_process()
+        if not (events := self._kv_events()).keeps:
+            raise ConfigError("KvCacheConfig.event_buffer_max_size is 0", "no events are kept",
+                              "set it to the number of events to keep")
+        return events.take_kept()
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        """Return events that say what the prefix cache can find now: "created", and "stored" for all blocks.
+
+        For subscribers that come late: all have the `event_id` of the newest event that they replace. Waits for the end
+        of the worker's iteration. Can be called from any thread, also inside a callback.
+
+        Raises ConfigError if the engine makes no events; ManagerClosedError.
+        """
+        self._check_process()
+        events = self._kv_events()
+        return self._on_worker(events.snapshot)
+
+    def _kv_events(self) -> EventLog:
+        if self._loop.kv_events is None:
+            raise ConfigError("the engine makes no KV events",
+                              "it has no block reuse, or neither Parts.kv_events nor event_buffer_max_size",
+                              "set enable_block_reuse and one of these; with several ranks, ask rank 0")
+        return self._loop.kv_events
 
     def forget_adapter(self, task_id: int) -> bool:
         """Free the id of an adapter at once, for later requests and other content. Returns whether it was known.

@@ -44,6 +44,7 @@ class Plan:
     enable_block_reuse, enable_partial_reuse   as in KvCacheConfig
     host_blocks            blocks in host memory for the content of evicted blocks
     adapters               None: requests have no adapters
+    has_kv_events          whether to make events of the prefix cache
     """
 
     limits: Limits
@@ -52,6 +53,7 @@ class Plan:
     enable_partial_reuse: bool
     host_blocks: int
     adapters: AdapterPlan | None = None
+    has_kv_events: bool = False
 
 
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
@@ -105,6 +107,9 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         limits = replace(limits, runs_ahead=False)
         window = replace(window, unread_steps=0)
     kv = params.kv_cache_config
+    if parts.kv_events is not None and not (kv.enable_block_reuse or arguments.is_static):
+        raise ConfigError("Parts.kv_events is set but enable_block_reuse is not set",
+                          "events are about reusable blocks", "set enable_block_reuse, or leave Parts.kv_events out")
     if window.sinks:
         kv = _without_block_reuse(kv, "with sink tokens every prompt is computed in full")
     if not info.copies_blocks:
@@ -125,7 +130,8 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         limits = replace(limits, max_adapter_size=adapters.max_adapter_size)
     return Plan(limits=limits, window=window, enable_block_reuse=kv.enable_block_reuse,
                 enable_partial_reuse=kv.enable_partial_reuse,
-                host_blocks=info.host_blocks if kv.host_cache_size else 0, adapters=adapters)
+                host_blocks=info.host_blocks if kv.host_cache_size else 0, adapters=adapters,
+                has_kv_events=kv.enable_block_reuse and (parts.kv_events is not None or kv.event_buffer_max_size > 0))
 
 
 def _plan_adapters(config: PeftCacheConfig, info: BackendInfo, name: str) -> AdapterPlan:

@@ -36,6 +36,7 @@ from .messages import (
     Call,
     End,
     Ended,
+    KvEvents,
     Logged,
     NotStarted,
     Record,
@@ -74,14 +75,15 @@ class EngineProcess:
         """
         check_threads_are_real()
         self._process_id = os.getpid()
-        params, parts_to_send = arguments.optional_params, replace(parts, after_responses=None, at_end=None)
+        params, parts_to_send = arguments.optional_params, replace(
+            parts, after_responses=None, at_end=None, kv_events=None)
         _check_sendable({**by_name(arguments), "parts": parts_to_send})
         self._link = link = Link(switchboard, parts, stats, params.log_callback_errors)
         self._hang_warning_s = params.hang_warning_s
         try:
             registry = sys.modules.get("batch_manager.models.registry")      # its import takes torch
-            link.wire.send(Start(arguments, parts_to_send, stats is not None, log.getEffectiveLevel(),
-                                 {} if registry is None else registry.registered_names()))
+            link.wire.send(Start(arguments, parts_to_send, stats is not None, parts.kv_events is not None,
+                                 log.getEffectiveLevel(), {} if registry is None else registry.registered_names()))
             answer = link.first_answer()
             if isinstance(answer, NotStarted):
                 raise answer.error
@@ -198,8 +200,8 @@ class Link:
                  logs_texts: bool) -> None:
         self._switchboard, self._hooks, self._stats = switchboard, hooks, stats
         self._guard = Guard(logs_texts=logs_texts)
-        self._in_stats, self._in_after_responses, self._in_at_end, self._in_log = map(
-            self._guard.containing, ("stats", "after_responses", "at_end", "log"))
+        self._in_stats, self._in_after_responses, self._in_at_end, self._in_kv_events, self._in_log = map(
+            self._guard.containing, ("stats", "after_responses", "at_end", "kv_events", "log"))
         self.health: dict[str, Any] = {}
         self.received_at = time.monotonic()
         self.work, self.ended = threading.Event(), OneShotEvent()
@@ -351,6 +353,11 @@ class Link:
                 assert stats is not None       # the engine process sends records only if there is a callback
                 with self._in_stats:
                     stats(text)
+            case KvEvents(events):
+                hook = self._hooks.kv_events
+                assert hook is not None        # as for records
+                with self._in_kv_events:
+                    hook(events)
             case Beat(health):
                 self.health = health
                 self._pass_stops_on()

@@ -17,6 +17,7 @@ from typing import Any
 from ..arguments import Callbacks, by_name
 from ..errors import ConfigError, InvalidRequestError, type_name
 from ..gpt_manager import GptManager
+from ..kv_events import KvEvent
 from ..names import FinishReason
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
@@ -26,6 +27,7 @@ from .messages import (
     Call,
     End,
     Ended,
+    KvEvents,
     Logged,
     NotStarted,
     PackedRequest,
@@ -98,7 +100,8 @@ class Exchange:
 
             register_names(start.models)
         callbacks = Callbacks(self._get, self._send, self._poll, self._record if start.wants_stats else None)
-        parts = replace(start.parts, after_responses=self._after_responses, at_end=self._at_end)
+        parts = replace(start.parts, after_responses=self._after_responses, at_end=self._at_end,
+                        kv_events=self._kv_events if start.wants_kv_events else None)
         self._manager = GptManager(**by_name(start.arguments), **by_name(callbacks), parts=parts)
         return self._manager
 
@@ -145,6 +148,9 @@ class Exchange:
 
     def _record(self, json: str) -> None:
         self._wire.send(Record(json))
+
+    def _kv_events(self, events: list[KvEvent]) -> None:
+        self._wire.send(KvEvents(events))
 
     def _at_end(self, health: dict[str, Any]) -> None:
         self._wire.send(Ended(health))

@@ -13,6 +13,7 @@ from ..arguments import EngineArguments
 from ..config import Limits, Parts
 from ..engine_info import EngineInfo
 from ..errors import InvalidRequestError, type_name
+from ..kv_events import KvEvent
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
 
@@ -26,7 +27,7 @@ class Start(NamedTuple):
     """The first message, from which the engine process makes its GptManager.
 
     parts        parts without the hooks that run in the host
-    wants_stats  whether to send statistics records
+    wants_stats, wants_kv_events   whether to send statistics records, and events of the prefix cache
     log_level    lowest level of log records to send
     models       architecture -> (module, name) of the classes of register_model
     """
@@ -34,6 +35,7 @@ class Start(NamedTuple):
     arguments: EngineArguments
     parts: Parts
     wants_stats: bool
+    wants_kv_events: bool
     log_level: int
     models: dict[str, tuple[str, str]]
 
@@ -111,6 +113,12 @@ class Record(NamedTuple):
     """A statistics record, as JSON text."""
 
     json: str
+
+
+class KvEvents(NamedTuple):
+    """Events of the prefix cache."""
+
+    events: list[KvEvent]
 
 
 class Beat(NamedTuple):

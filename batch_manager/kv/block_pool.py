@@ -25,6 +25,7 @@ class BlockPool:
     findable       blocks whose content the prefix cache can find. When the cache loses the content of blocks, it
                    calls `note_contents_lost`
     num_cached     free blocks that are findable
+    priority_changed       called with a block and its priority after the priority of any block was set or has expired
     has_priorities         whether a priority other than the default was ever set
     has_timed_priorities   whether a priority with a duration was ever set
     """
@@ -36,6 +37,7 @@ class BlockPool:
         self.has_priorities = self.has_timed_priorities = False
         self.extra_owners = 0
         self.findable: Collection[int] = ()
+        self.priority_changed: Callable[[int, int], None] | None = None
         self.num_cached = 0
         self._owners = [0] * num_blocks
 
@@ -71,11 +73,16 @@ class BlockPool:
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
         self.free.set_priority(block_id, priority, duration)
+        if self.priority_changed is not None:
+            self.priority_changed(block_id, priority)
 
     def end_timed_priorities(self) -> None:
         """Reset expired priorities of free blocks to the default. These blocks move after all free blocks of the
         default priority."""
-        self.free.refresh()
+        ended = self.free.refresh()
+        if self.priority_changed is not None:
+            for block_id in ended:
+                self.priority_changed(block_id, DEFAULT_PRIORITY)
 
     def note_contents_lost(self, block_ids: Iterable[int]) -> None:
         """Note that the prefix cache can no longer find the content of these blocks.

@@ -99,13 +99,14 @@ class EvictionOrder:
         else:
             self._durations[block_id] = duration
 
-    def refresh(self) -> None:
-        """Give each block whose priority has expired the default priority.
+    def refresh(self) -> list[int]:
+        """Give each block whose priority has expired the default priority. Returns these blocks.
 
         In the order, these blocks come after all blocks that already have the default priority.
         """
+        ended: list[int] = []
         if not self._deadline_heap:
-            return
+            return ended
         now = self._now()
         while self._deadline_heap and self._deadline_heap[0][0][0] <= now:
             deadline, block_id = heappop(self._deadline_heap)
@@ -113,6 +114,8 @@ class EvictionOrder:
                 self.remove(block_id)
                 self.set_priority(block_id, DEFAULT_PRIORITY)
                 self._default[block_id] = None
+                ended.append(block_id)
+        return ended
 
     def _drop_if_empty(self, priority: int) -> None:
         if priority != DEFAULT_PRIORITY and not self._queues[priority]:

@@ -1,6 +1,7 @@
 """The prefix cache: look-up, publication and eviction of computed blocks."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import counted
 from ..handover import BlockCopy
@@ -8,6 +9,9 @@ from ..requests.llm_request import LlmRequest
 from .block_pool import BlockPool
 from .host_pool import HostPool
 from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
+
+if TYPE_CHECKING:
+    from .event_log import EventLog
 
 
 class PrefixCache:
@@ -17,6 +21,7 @@ class PrefixCache:
     a host pool and the priority of the block is high enough. Otherwise the content is lost, together with the content
     of all cached blocks that follow this block.
 
+    events            the log of its events, which attaches itself; or None
     copies            copies that the device makes before the next step, in order
     reused_blocks     number of blocks that prompts found in the cache
     evicted_blocks    number of evicted blocks whose content was lost, not moved to a host block
@@ -31,6 +36,7 @@ class PrefixCache:
         pool.findable = self.index.nodes
         self.host = HostPool(host_blocks)
         self.copies: list[BlockCopy] = []
+        self.events: EventLog | None = None
         self.reused_blocks = 0
         self.evicted_blocks = 0
         self._keys: dict[int, tuple[LlmRequest, list[BlockKey]]] = {}
@@ -125,6 +131,8 @@ class PrefixCache:
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
         keys = self._keys_of(request, full)
+        if self.events is not None:
+            self.events.lora_task_id = request.lora_task_id
         node = None
         for index in range(full + (1 if with_rest and rest else 0)):
             if index < full:

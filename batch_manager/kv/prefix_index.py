@@ -4,12 +4,12 @@ The index finds a node by a keyed digest of the path from the root, and then com
 parent. Different prompts with equal digests are therefore distinguished, and the second of these prompts is not stored.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
-from hashlib import blake2b
 from os import urandom
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from ..kv_events import block_hash, root_hash
 
 DIGEST_BITS = 256
 
@@ -90,18 +90,36 @@ class PrefixNode:
         del self._contents[index], self._in_order[index], self.children[child.key.digest]
 
 
+class Observer(Protocol):
+    """What is told of each change of an index, after it."""
+
+    def stored(self, node: PrefixNode, domain: Domain | None) -> None:
+        """The content of `node` can be found.
+
+        domain   if its parent is a root: the domain of that
+        """
+
+    def moved(self, node: PrefixNode) -> None:
+        """The content of `node` is in another pool."""
+
+    def removed(self, nodes: Sequence[PrefixNode]) -> None:
+        """The contents of `nodes` cannot be found any more. Parents come before their children."""
+
+
 class PrefixIndex:
     """Finds cached blocks in trees, one tree per domain. Only prompts of the same Domain share blocks.
 
     digest_bits   length of a digest; fewer than 256 only for tests, to provoke collisions
     nodes         block id -> node, for blocks of the pool
     version       number that changes with every insertion and removal
+    observer      told of every change of what can be found, or None
     """
 
     def __init__(self, digest_bits: int = DIGEST_BITS) -> None:
         assert 1 <= digest_bits <= DIGEST_BITS
         self._secret = urandom(32)
-        self._bits = digest_bits
+        self._bits, self._size = digest_bits, (digest_bits + 7) // 8
+        self.observer: Observer | None = None
         self._roots: dict[Domain, PrefixNode] = {}
         self._domains: dict[PrefixNode, Domain] = {}         # root -> domain
         self.nodes: dict[int, PrefixNode] = {}
@@ -111,27 +129,14 @@ class PrefixIndex:
     # Digests.
 
     def root_digest(self, domain: Domain) -> bytes:
-        return self._digest(("adapter", domain.adapter_id), ("salt", domain.cache_salt),
-                            ("extra", domain.uses_extra_ids))
+        return self._cut(root_hash(self._secret, *domain, size=self._size))
 
     def key(self, parent_digest: bytes, tokens: Sequence[int], extra_ids: Sequence[int] | None = None) -> BlockKey:
         """Return the key of a block with these tokens that follows the block with digest `parent_digest`."""
-        fields: list[tuple[str, Hashable]] = [("parent", parent_digest), ("tokens", array("q", tokens).tobytes())]
-        if extra_ids is not None:
-            fields.append(("extra", ",".join(map(str, extra_ids))))
-        return BlockKey(self._digest(*fields), tuple(tokens), None if extra_ids is None else tuple(extra_ids))
+        digest = self._cut(block_hash(self._secret, parent_digest, tokens, extra_ids, size=self._size))
+        return BlockKey(digest, tuple(tokens), None if extra_ids is None else tuple(extra_ids))
 
-    def _digest(self, *fields: tuple[str, Hashable]) -> bytes:
-        """Return a keyed digest of `fields`, which are pairs of a name and a value.
-
-        The digest covers the type and the length of each value, so that different fields never have the same encoding.
-        """
-        state = blake2b(key=self._secret)
-        for name, value in fields:
-            data = value if isinstance(value, bytes) else repr(value).encode()
-            state.update(f"{name}:{type(value).__name__}:{len(data)}:".encode())
-            state.update(data)
-        digest = state.digest()[:(self._bits + 7) // 8]
+    def _cut(self, digest: bytes) -> bytes:
         return bytes([digest[0] & 0xFF >> -self._bits % 8]) + digest[1:]
 
     # Look-up.
@@ -185,6 +190,8 @@ class PrefixIndex:
         parent.attach(node)
         self.num_nodes += 1
         self.version += 1
+        if self.observer is not None:
+            self.observer.stored(node, self._domains.get(parent))
         return node
 
     def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
@@ -194,6 +201,8 @@ class PrefixIndex:
         node.block_id, node.host_id = block_id, host_id
         if block_id is not None:
             self.nodes[block_id] = node
+        if self.observer is not None:
+            self.observer.moved(node)
 
     def remove(self, node: PrefixNode) -> list[PrefixNode]:
         """Remove a node and all nodes below it, which become unreachable. Returns the removed nodes."""
@@ -211,6 +220,8 @@ class PrefixIndex:
         assert parent is not None                            # roots are not removed, they are dropped
         parent.detach(node)
         self.drop_empty_root(parent)
+        if self.observer is not None:
+            self.observer.removed(gone)
         return gone
 
     def drop_empty_root(self, node: PrefixNode) -> None:

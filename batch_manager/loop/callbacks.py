@@ -1,9 +1,9 @@
-"""The four callbacks and two hooks, each in a guarded block. A callback that raises has this effect:
+"""The four callbacks and three hooks, each in a guarded block. A callback that raises has this effect:
 
 get     items read before the exception are kept, and the loop calls get again after a back-off
 send    the response counts as delivered and is not repeated
 poll    the result counts as an empty set
-stats, after_responses, at_end   the exception is ignored and the call is not repeated
+stats, after_responses, at_end, kv_events   the exception is ignored and the call is not repeated
 """
 
 from collections.abc import Callable, Iterable
@@ -15,6 +15,7 @@ from typing import Any
 from .. import forked_child
 from ..errors import InternalError
 from ..guard import Guard
+from ..kv_events import KvEvent
 from ..names import ErrorCode
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
@@ -31,6 +32,7 @@ PollStopSignalCallback = Callable[[], Iterable[int]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 AfterResponsesHook = Callable[[], None]
 AtEndHook = Callable[[dict[str, Any]], None]
+KvEventsHook = Callable[[list[KvEvent]], None]
 
 
 class GuardedCallbacks:
@@ -57,6 +59,7 @@ class GuardedCallbacks:
         max_admissions_per_iteration: int,
         after_responses: AfterResponsesHook | None = None,
         at_end: AtEndHook | None = None,
+        kv_events: KvEventsHook | None = None,
     ) -> None:
         self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
@@ -64,6 +67,7 @@ class GuardedCallbacks:
         self.has_after_responses = after_responses is not None
         self._in_after_responses = guard.containing("after_responses", kind="hook")
         self._in_at_end = guard.containing("at_end", kind="hook")
+        self._kv_events, self._in_kv_events = kv_events, guard.containing("kv_events", kind="hook")
         self._has_responded = False    # since `after_responses` was called
         self.wants_stats = return_stats is not None
         self.guard = guard
@@ -80,7 +84,8 @@ class GuardedCallbacks:
     def figures(self) -> dict[str, int]:
         """Return the statistics of finals and callbacks; those of one iteration count from the previous call."""
         seconds, unanswered = 0.0, self.unanswered
-        for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats, self._in_after_responses):
+        for block in (self.fetched.in_get, self._in_send, self._in_poll, self._in_stats, self._in_after_responses,
+                      self._in_kv_events):
             seconds += block.seconds
             block.seconds = 0.0
         figures = {
@@ -159,6 +164,12 @@ class GuardedCallbacks:
                 # No asynchronous exception can occur between these two lines.
                 self._has_responded = False
                 hook()
+
+    def kv_events(self, events: list[KvEvent]) -> None:
+        """Call the hook `kv_events`, if there is one and there are events."""
+        if self._kv_events is not None and events:
+            with self._in_kv_events:
+                self._kv_events(events)
 
     def at_end(self, health: Callable[[], dict[str, Any]]) -> None:
         """Call the hook `at_end` with the result of `health`, unless the hook was called before."""

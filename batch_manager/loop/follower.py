@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..errors import BatchManagerError, DeviceLostError, is_a, type_name
 from ..guard import ForeignCodeError, Guard
 from ..handover import ScheduledBatch
+from ..kv.event_log import EventLog
 from ..requests.admission import Admission
 from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
@@ -58,6 +59,7 @@ class Follower:
     """
 
     preparing: Preparing | None = None                 # rank 0 has the adapters
+    kv_events: EventLog | None = None                  # and the prefix cache
 
     def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard, *, limits: Any = None,
                  admission: Admission | None = None, callbacks: FollowedCallbacks | None = None,

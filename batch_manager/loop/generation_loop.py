@@ -16,6 +16,7 @@ from ..errors import (
 )
 from ..guard import ForeignCodeError
 from ..handover import ScheduledBatch, StepOutput
+from ..kv.event_log import EventLog
 from ..kv.kv_cache_manager import KvCacheManager
 from ..kv.peft_cache_manager import PeftCacheManager
 from ..names import ErrorCode, FinishReason
@@ -59,13 +60,14 @@ class GenerationLoop:
     wake        always None: the worker's own
     failure     error of the failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next statistics record
+    kv_events   the log of what the cache can find; None without a hook or a buffer for its events
     """
 
     def __init__(self, *, limits: Limits, callbacks: GuardedCallbacks, intake: Intake, scheduler: RequestScheduler,
                  kv_cache_manager: KvCacheManager, backend: ModelBackend, deliveries: Deliveries, clock: Clock,
                  flush_stats_when_idle: bool = False, trace: Callable[[IterationTrace], None] | None = None,
                  scheme: BatchScheme, resources: Sequence[Resource] = (),
-                 adapters: PeftCacheManager | None = None) -> None:
+                 adapters: PeftCacheManager | None = None, kv_events: EventLog | None = None) -> None:
         self.limits = limits
         self.callbacks = callbacks
         self.unanswered = callbacks.unanswered
@@ -73,6 +75,7 @@ class GenerationLoop:
         self.scheduler = scheduler
         self.kv = kv_cache_manager
         self.adapters = adapters
+        self.kv_events = kv_events
         self.backend = backend
         self.clock = clock
         self.active = ActiveRequests()
@@ -91,7 +94,8 @@ class GenerationLoop:
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
-            owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources),
+            owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources,
+                    *(() if kv_events is None else (kv_events,))),
             other_settings={"enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
@@ -196,6 +200,8 @@ class GenerationLoop:
             self.intake.fetch(0, self.active.__contains__, error)
             self.finals.answer_refusals()
         self.callbacks.after_responses()
+        if self.kv_events is not None:
+            self.callbacks.kv_events(self.kv_events.collect())
         self.intake.close()
 
     def _release_everything(self) -> None:
@@ -429,4 +435,6 @@ class GenerationLoop:
                 record.finished_at_s = self.finals.take_end_times(record.finished)
                 record.started_at, phases_us = self._phase_times.take()
                 self.reporter.trace(record, phases_us, len(self.intake))
+        if self.kv_events is not None:
+            self.callbacks.kv_events(self.kv_events.collect())
         return record.active_requests > 0 or record.had_refusals or bool(self.callbacks.fetched)

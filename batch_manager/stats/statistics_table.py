@@ -98,6 +98,8 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
         ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
         ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"))),
+    Statistic("KV Events", "events", START, "of the prefix cache", always=False),
+    Statistic("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events", always=False),
     Statistic("World Size", "ranks", NOW, "that run the model together; absent for one process", always=False),
     Statistic("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer", always=False),
     Statistic("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided", always=False),
@@ -113,5 +115,6 @@ STATISTICS: tuple[Statistic, ...] = (
       for code in ErrorCode),
     *(Statistic(f"Failed {name} Callbacks", "calls", START, "that raised or returned an unusable value",
                 always=name in ("get", "send", "poll", "stats"))
-      for name in ("get", "send", "poll", "stats", "after_responses", "at_end", "trace", "memory_usage", "figures")),
+      for name in ("get", "send", "poll", "stats", "after_responses", "at_end", "kv_events", "trace", "memory_usage",
+                   "figures")),
 )

@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     for name, what in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
         parser.add_argument(name, metavar="NAME", help=f"the model's format of {what}; none: text (the template's)")
     add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
+    parser.add_argument("--kv-events-config", metavar="JSON", help="publish events of the prefix cache, as vLLM does, "
+                        """for instance {"endpoint": "tcp://*:5557"} (off); they hold prompts""")
     parser.add_argument("--max-queued-requests", type=int)
     parser.add_argument("--enable-lora", action="store_true", help="accept LoRA adapters; so do the options below")
     parser.add_argument("--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that clients name as model")
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         adapters = AdapterOptions.of(**wanted) if has_adapters else None
         if rank_of(config) > 0:
             cache = {} if adapters is None else {"peft_cache_config": adapters.cache(*models)}
-            fields = {"block_reuse", *TrtGptModelOptionalParams.__dataclass_fields__}
+            fields = {"block_reuse", "kv_events_config", *TrtGptModelOptionalParams.__dataclass_fields__}
             return follow(*models, engine_params(parallel_config=config, **cache, **{
                 name: value for name, value in given.items() if name in fields}))
         check_port(host, port)

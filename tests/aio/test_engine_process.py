@@ -17,10 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from batch_manager import ErrorCode, FinishReason, ManagerClosedError, ModelLoadError, Parts, TrtGptModelOptionalParams
+from batch_manager import (
+    ErrorCode,
+    FinishReason,
+    KvCacheConfig,
+    ManagerClosedError,
+    ModelLoadError,
+    Parts,
+    TrtGptModelOptionalParams,
+)
 from batch_manager.aio import AsyncEngine, Delta, RequestFailed
 from batch_manager.errors import BatchManagerError
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.kv_replay import KEY, Replay
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 LONG = {"max_seq_len": 60_000, "num_blocks": 20_000}
@@ -30,11 +39,12 @@ def request(prompt=(1, 2), new_tokens=5, **tensors):
     return {"input_ids": list(prompt), "request_output_len": new_tokens, **tensors}
 
 
-async def start(stats=None, backend=None, **hooks):
+async def start(stats=None, backend=None, kv=None, **hooks):
     backend = {**LONG, "is_asynchronous": True, "step_seconds": 0.001, **(backend or {})}
     return await AsyncEngine.start(
         parts=Parts(backend=partial(ScriptedBackend, **backend), **hooks), return_batch_manager_stats_cb=stats,
-        optional_params=TrtGptModelOptionalParams(max_batch_size=8), process=True)
+        optional_params=TrtGptModelOptionalParams(max_batch_size=8, kv_cache_config=kv or KvCacheConfig()),
+        process=True)
 
 
 def is_alive(process_id):
@@ -351,3 +361,15 @@ def test_errors_survive_pickling(error_class):
     copied = pickle.loads(pickle.dumps(error))
     assert type(copied) is error_class and str(copied) == str(error) and vars(copied) == vars(error)
     assert copied.code is error.code
+
+
+def test_events_of_the_prefix_cache_come_to_the_host():
+    replay = Replay()
+
+    async def test():
+        engine = await start(kv_events=replay, kv=KvCacheConfig(enable_block_reuse=True, event_hash_key=KEY))
+        async with engine:
+            await engine.generate(request(range(1, 40)))
+
+    asyncio.run(test())
+    assert replay.next_id >= 2 and len(replay.blocks) > 2 and not replay.complaints

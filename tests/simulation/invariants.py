@@ -7,6 +7,7 @@ The index is the engine's table of cached blocks.
     I11  the free order has no block twice           I15  a block in the index was computed and is finite
     I12  shared blocks are full                      I16  a block is found in its own domain only
     I17  without live requests no block is held      C23  nothing is left of ended requests
+    I35  the events of the cache, replayed, are the index
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ def faults(world: "SimulatedWorld") -> Iterator[str]:
     yield from books(world.loop.kv)
     yield from leftovers(world)
     yield from world.first_in_line.step_ended()
+    if world.replay is not None:
+        for fault in world.replay.faults(world.loop.kv):
+            yield f"I35: {fault}"
     if world.loop.kv.cache is not None and world.step_number % EVERY == 0:
         yield from index(world)
 

@@ -28,6 +28,7 @@ from batch_manager.scheduling.waiting import REASONS
 from batch_manager.stats.trace import IterationTrace
 from batch_manager.worker import run_worker
 from tests.harness.clock import VirtualClock
+from tests.harness.kv_replay import KEY, Replay
 from tests.harness.ranks import MemoryRanks, ScriptedRank, TellsDrawnTokens, different_tokens
 from tests.harness.worker import exit_of_the_interpreter, virtual_control
 from tests.harness.world import make_loop, quiet_log
@@ -104,6 +105,7 @@ class SimulatedWorld:
             load_fails=self.adapters.load_fails, adapter_pages=swarm.adapter_pages,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
+        self.replay = Replay() if swarm.reuse and not swarm.seed % 2 else None
         self.loop = self._build()
         self.first_in_line = FirstInLine(self)
         self.never_pauses = swarm.is_static or swarm.policy is SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -135,10 +137,12 @@ class SimulatedWorld:
         loop = make_loop(
             client, backend=backend, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
             max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
-            parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end},
+            parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end,
+                   "kv_events": self.replay},
             heartbeat=self.control.heartbeat, as_arrays=True,
             kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
-                                          sink_token_length=swarm.sinks, host_cache_size=swarm.host_blocks),
+                                          sink_token_length=swarm.sinks, host_cache_size=swarm.host_blocks,
+                                          event_hash_key=KEY),
             enable_trt_overlap=swarm.overlap, run_ahead=swarm.run_ahead,
             enable_chunked_context=swarm.chunking is not None,
             context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,

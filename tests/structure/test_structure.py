@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
 GROUND = ["adapter_values", "contained_log", "forked_child", "guard", "errors", "names", "option_values",
-          "sampling_config", "config", "handover", "seams"]
+          "sampling_config", "config", "handover", "seams", "kv_events"]
 HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
@@ -31,6 +31,7 @@ FLOORS: dict[str, list[str]] = {
     "contained_log": ["errors"],
     "forked_child": ["errors"],
     "guard": ["contained_log", "errors", "forked_child"],
+    "kv_events": [],
     "one_shot_event": [],
     "thread_stack": [],
     "sampling_config": ["errors", "names"],
@@ -38,7 +39,7 @@ FLOORS: dict[str, list[str]] = {
     "option_values": ["errors"],
     "seams": ["adapter_values", "errors", "names", "handover", "option_values"],
     "clock": ["contained_log", "errors", "guard", "seams"],
-    "config": ["adapter_values", "errors", "names", "handover", "seams", "option_values"],
+    "config": ["adapter_values", "errors", "kv_events", "names", "handover", "seams", "option_values"],
 
     "requests": GROUND,
     "kv": [*GROUND, "requests"],
@@ -85,7 +86,7 @@ FLOORS: dict[str, list[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     **dict.fromkeys(["_version", "names", "errors", "contained_log", "forked_child", "guard", "one_shot_event", "clock",
                      "thread_stack", "__init__", "interpreter_exit", "loading_thread", "worker", "gpt_manager",
-                     "arguments", "options", "engine_info", "aio"], set()),
+                     "kv_events", "arguments", "options", "engine_info", "aio"], set()),
     **dict.fromkeys(["adapter_values", "option_values", "sampling_config", "config", "handover", "seams",
                      "custom_parts", *HOST], {"numpy"}),
     "stats": {"numpy", "orjson"},
@@ -99,7 +100,7 @@ OUTSIDE: dict[str, set[str]] = {
     "testing": {"numpy", "torch"},
     "tools": {"numpy", "torch", "orjson", "transformers", "tokenizers", "rich", "prometheus_client"},
     "extras": {"numpy", "torch", "llguidance", "jinja2", "tokenizers", "orjson", "prometheus_client", "starlette",
-               "uvicorn", "opentelemetry"},
+               "uvicorn", "opentelemetry", "zmq", "msgspec"},
 }
 
 # Code that handles hostile input must not load or start other code. ALLOWED_LOADERS: (file, name) -> why it may.
@@ -499,6 +500,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
     may.add("batch_manager/loop/preparing.py")          # checks adapters of requests beside the worker
+    may.add("batch_manager/extras/kv_events.py")        # publishes beside the worker
+    may.add("batch_manager/kv/event_log.py")            # has a lock for threads that take events; starts none
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none
     may.add("triton_kernels/cpu/large_pages.py")        # is called by the threads that load a model; starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...aio import AsyncEngine
-from ...config import KvCacheConfig, TrtGptModelOptionalParams
+from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
 from ...errors import BatchManagerError, ConfigError
 from ..prometheus import CONTENT_TYPE, PrometheusStatistics
 from ..tool_calls.model_formats import AUTO, check_format_names
@@ -30,6 +30,9 @@ from .adapters import AdapterOptions
 from .errors import OpenAIError
 from .responses import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Form, answer_to, error_response, json_response
 from .service import OpenAIService
+
+if TYPE_CHECKING:
+    from ..kv_events import KvEventPublisher
 
 SECONDS_BETWEEN_TRIMS = 1.0
 FEW_OBJECTS = 20_000         # the garbage collector visits them in a few milliseconds
@@ -42,7 +45,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
              allowed_origins: Sequence[str] = (), tool_call_parser: str = AUTO, reasoning_parser: str = AUTO,
-             adapters: AdapterOptions | None = None, **params: Any) -> Starlette:
+             adapters: AdapterOptions | None = None, kv_events_config: str | None = None,
+             **params: Any) -> Starlette:
     """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     model              folder with a tokenizer, or a `.gguf` file
@@ -51,6 +55,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     tool_call_parser, reasoning_parser   names of the formats in which the model writes tool calls and reasoning;
                        `auto`: those of its chat template; `none`: no calls, and reasoning in the text
     adapters           LoRA adapters, and whether clients may load further ones; None: there are none
+    kv_events_config   JSON for KvEventPublisher.of_json; None: no events of the prefix cache
     params             fields of TrtGptModelOptionalParams
 
     Raises ConfigError for an origin that is none, for an empty name, and for the name of an unknown format.
@@ -68,25 +73,27 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
         if adapters is not None:
             params["peft_cache_config"] = await asyncio.to_thread(adapters.cache, model)
         statistics = app.state.statistics = PrometheusStatistics(names[0], adapters.most_on_device if adapters else 0)
-        engine = await AsyncEngine.start(
-            model, return_batch_manager_stats_cb=statistics, takes_all=True,
-            optional_params=engine_params(block_reuse=block_reuse, **params))
-        try:
-            service = app.state.service = OpenAIService(
-                engine, model, names, observe=statistics.observe, tool_call_parser=tool_call_parser,
-                reasoning_parser=reasoning_parser)
-            service.prepare()
-            if adapters is not None:
-                statistics.adapter_name = engine.adapter_name
-                await adapters.load(service)
-            sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
-            gc.collect()                         # a later run of the garbage collector stops all streams, and need not
-            gc.freeze()                          # visit what the libraries have made: 0.1 s
-            trimming = asyncio.ensure_future(trim_after_large_calls(service))
-            yield
-            trimming.cancel()
-        finally:
-            await engine.close(drain=False)      # uvicorn has already waited for the connections
+        publisher = publisher_of(kv_events_config)
+        with contextlib.nullcontext() if publisher is None else publisher:
+            engine = await AsyncEngine.start(
+                model, return_batch_manager_stats_cb=statistics, takes_all=True, parts=Parts(kv_events=publisher),
+                optional_params=engine_params(block_reuse=block_reuse, kv_events_config=kv_events_config, **params))
+            try:
+                service = app.state.service = OpenAIService(
+                    engine, model, names, observe=statistics.observe, tool_call_parser=tool_call_parser,
+                    reasoning_parser=reasoning_parser)
+                service.prepare()
+                if adapters is not None:
+                    statistics.adapter_name = engine.adapter_name
+                    await adapters.load(service)
+                sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
+                gc.collect()                     # a later run of the garbage collector stops all streams, and need not
+                gc.freeze()                      # visit what the libraries have made: 0.1 s
+                trimming = asyncio.ensure_future(trim_after_large_calls(service))
+                yield
+                trimming.cancel()
+            finally:
+                await engine.close(drain=False)  # uvicorn has already waited for the connections
 
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                       allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
@@ -97,10 +104,23 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     return app
 
 
-def engine_params(*, block_reuse: bool, **params: Any) -> TrtGptModelOptionalParams:
+def engine_params(*, block_reuse: bool, kv_events_config: str | None = None,
+                  **params: Any) -> TrtGptModelOptionalParams:
     """Return the optional parameters of the application's engine, which all its ranks need."""
-    return TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(enable_block_reuse=block_reuse),
-                                     flush_stats_when_idle=True, **params)
+    cache = KvCacheConfig(enable_block_reuse=block_reuse, event_tokens=kv_events_config is not None)
+    return TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params)
+
+
+def publisher_of(config: str | None) -> "KvEventPublisher | None":
+    """Return the publisher of events of the prefix cache. Raises ConfigError, also if the extra is not installed."""
+    if config is None:
+        return None
+    try:
+        from ..kv_events import KvEventPublisher
+    except ImportError as error:
+        raise ConfigError("KV events are configured", f"{error.name} is not installed; it is part of the extra events",
+                          'pip install "batch-manager[events]"') from error
+    return KvEventPublisher.of_json(config)
 
 
 def normal_origin(origin: str) -> str:
