@@ -199,8 +199,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages,
                                  None if meeting is None else MOST_PAYLOAD // (limits.window_depth + 1))
             peft_cache_manager = PeftCacheManager(plan.adapters.device_pages, store)
-            preparing = Preparing(partial(checked_adapter, modules=plan.adapters.modules,
-                                          max_adapter_size=plan.adapters.max_adapter_size), store)
+            modules, most = plan.adapters.modules, plan.adapters.max_adapter_size
+            preparing = Preparing(partial(checked_adapter, modules=modules, max_adapter_size=most), store,
+                                  (modules.num_module_layers, most * modules.largest_row))
             _prefetch(arguments, preparing)
         loop = GenerationLoop(
             limits=limits,
@@ -242,7 +243,8 @@ def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:
     for task_id, read in read_prefetch_folder(config.lora_prefetch_dir, arguments.model_path):
         tensors = {"lora_weights": read.lora_weights, "lora_config": read.lora_config}
         try:
-            preparing.store.put(task_id, preparing.check(read_adapter(tensors, config.host_cache_size)), keep=True)
+            read_in = read_adapter(tensors, config.host_cache_size, preparing.largest)
+            preparing.store.put(task_id, preparing.check(read_in), keep=True)
         except RequestError as error:
             kind = ModelLoadError if isinstance(error, InvalidRequestError) else ConfigError
             raise kind(f"{config.lora_prefetch_dir}/{task_id}: {error.fact}", error.expectation,

@@ -211,7 +211,7 @@ class GptManager:
 
             read = read_peft_folder(adapter, self._model_path)
             adapter = {"lora_weights": read.lora_weights, "lora_config": read.lora_config}
-        content = preparing.check(read_adapter(adapter, MOST_BYTES))
+        content = preparing.check(read_adapter(adapter, MOST_BYTES, preparing.largest))
         stored = self._on_worker(lambda: preparing.store.put(number, content, keep=True))
         return AdapterInfo.of(number, stored)
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ..adapter_values import AdapterInfo
-from ..errors import ConfigError, InvalidRequestError
+from ..contained_log import log
+from ..errors import BatchManagerError, ConfigError, InvalidRequestError
+from ..thread_stack import start_with_enough_stack
 
 FIRST_TASK_ID = 2**63        # the ids below are the host program's own
 
@@ -29,6 +31,8 @@ class AdapterNames:
         self._infos: dict[str, AdapterInfo] = {}
         self._names: dict[int, str] = {}               # also of adapters that were replaced or unloaded
         self._loading = Counter[str]()                   # name -> number of loads now
+        self._users = Counter[int]()                     # task id -> leases
+        self._retired: set[int] = set()                  # task ids without a name, to forget with their last lease
         self._num_ids = 0
 
     @property
@@ -41,6 +45,19 @@ class AdapterNames:
         """Return the task id of an adapter; None: there is none of this name."""
         info = self._infos.get(name)
         return None if info is None else info.task_id
+
+    def lease(self, name: str) -> "Lease | None":
+        """Return a lease of an adapter for a request; None: there is none of this name.
+
+        The task id stays known until the lease ends, also if the name is unloaded or replaced before the worker has
+        read the request.
+        """
+        with self._lock:
+            info = self._infos.get(name)
+            if info is None:
+                return None
+            self._users[info.task_id] += 1
+        return Lease(self, info.task_id)
 
     def name_of(self, task_id: int) -> str | None:
         """Return the name under which an adapter was loaded, also if it is unloaded while requests still use it."""
@@ -74,7 +91,7 @@ class AdapterNames:
                 self._loading[name] -= 1
                 self._loading += Counter()                               # drops names that nothing loads
         if before is not None:
-            self._manager.forget_adapter(before.task_id)
+            self._retire(before.task_id)
         return info
 
     def _loaded(self, name: str, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
@@ -97,7 +114,47 @@ class AdapterNames:
             info = self._infos.pop(name, None)
         if info is None:
             raise ConfigError(f"there is no adapter {name!r}"[:200], "expected a name that `adapters` has", "")
-        self._manager.forget_adapter(info.task_id)
+        self._retire(info.task_id)
+
+    def _retire(self, task_id: int) -> None:
+        """Forget an adapter without a name, with the last of its leases."""
+        with self._lock:
+            if self._users[task_id]:
+                self._retired.add(task_id)
+                return
+        self._manager.forget_adapter(task_id)
+
+    def end_lease(self, task_id: int) -> None:
+        """Count a lease no longer. Called by Lease, on a thread that must not wait for the engine."""
+        with self._lock:
+            self._users[task_id] -= 1
+            self._users += Counter()
+            if self._users[task_id] or task_id not in self._retired:
+                return
+            self._retired.remove(task_id)
+        start_with_enough_stack(threading.Thread(target=self._forget, args=(task_id,), daemon=True,
+                                                 name="batch_manager forgets an adapter"))
+
+    def _forget(self, task_id: int) -> None:
+        try:
+            self._manager.forget_adapter(task_id)
+        except BatchManagerError as error:               # the engine has ended
+            log.debug("an adapter was not forgotten: %s", error)
+
+
+class Lease:
+    """The use of an adapter by one request, until `end`, which may be called twice."""
+
+    __slots__ = ("_names", "task_id")
+
+    def __init__(self, names: AdapterNames, task_id: int) -> None:
+        self._names: AdapterNames | None = names
+        self.task_id = task_id
+
+    def end(self) -> None:
+        names, self._names = self._names, None
+        if names is not None:
+            names.end_lease(self.task_id)
 
 
 class NameInUseError(ConfigError):

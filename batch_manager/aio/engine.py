@@ -16,7 +16,7 @@ from ..errors import AdapterNotCachedError, ConfigError, InvalidRequestError, Ma
 from ..gpt_manager import GptManager
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest, request_options, unknown_request_option
-from .adapter_names import AdapterNames
+from .adapter_names import AdapterNames, Lease
 from .engine_process import EngineProcess
 from .mailbox import Delta, Mailbox, RequestFailed, Wants
 from .messages import PackedRequest, packed
@@ -125,7 +125,15 @@ class AsyncEngine:
 
         Raises RequestFailed as `stream`, without submitting any of them.
         """
-        return self._submit([self._prepare(tensors, True, dict(options)) for tensors, options in requests])
+        prepared: list[tuple[Mailbox, InferenceRequest | PackedRequest]] = []
+        try:
+            for tensors, options in requests:
+                prepared.append(self._prepare(tensors, True, dict(options)))
+        except BaseException:
+            for mailbox, _ in prepared:
+                mailbox.close()
+            raise
+        return self._submit(prepared)
 
     async def generate(self, tensors: Mapping[str, Any], **options: Any) -> Delta:
         """Submit a request and return its whole output. Takes the arguments of `stream`. Raises RequestFailed."""
@@ -134,7 +142,12 @@ class AsyncEngine:
 
     def check(self, tensors: Mapping[str, Any], **options: Any) -> None:
         """Raise RequestFailed if `stream` would refuse the request, without submitting it. Takes its arguments."""
-        self._request(tensors, True, options)
+        lease, given = self._leased(tensors, options)
+        try:
+            self._request(given, True, options)
+        finally:
+            if lease is not None:
+                lease.end()
 
     async def load_adapter(self, name: str, adapter: str | os.PathLike[str] | Mapping[str, Any], *,
                            replaces: bool = False) -> AdapterInfo:
@@ -206,8 +219,6 @@ class AsyncEngine:
         switchboard = self._switchboard
         if switchboard.closed is not None:
             raise RequestFailed(switchboard.closed.code, str(switchboard.closed))
-        if options.get("adapter") is not None:
-            tensors = {**tensors, "lora_task_id": self._task_id(options["adapter"])}
         options = {name: value for name, value in options.items() if name != "adapter"}
         try:
             request = InferenceRequest(switchboard.next_id(), tensors, is_streaming=is_streaming,
@@ -228,13 +239,22 @@ class AsyncEngine:
             raise RequestFailed(error.code, str(error)) from None
         return request
 
-    def _task_id(self, name: str) -> int:
-        task_id = self._adapters.task_id_of(name)
-        if task_id is None:
+    def _leased(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Lease | None, Mapping[str, Any]]:
+        """Return a lease of the option `adapter`, and the tensors with its id. Raises RequestFailed."""
+        name = options.get("adapter")
+        if name is None:
+            return None, tensors
+        error: RequestError
+        if "lora_task_id" in tensors:
+            error = InvalidRequestError(f"adapter is {name!r}"[:200] + ", and the tensor 'lora_task_id' is given",
+                                        "a request has one adapter", "leave one of them out")
+        else:
+            lease = self._adapters.lease(name)
+            if lease is not None:
+                return lease, {**tensors, "lora_task_id": lease.task_id}
             error = AdapterNotCachedError(f"there is no adapter {name!r}"[:200], "expected the name of a loaded one",
                                           "load it first")
-            raise RequestFailed(error.code, str(error))
-        return task_id
+        raise RequestFailed(error.code, str(error))
 
     def arrival_option(self, arrived: float) -> dict[str, float]:
         """The option `arrival_time` of a request that arrived at `arrived`, in seconds of time.monotonic().
@@ -246,14 +266,20 @@ class AsyncEngine:
     def _prepare(self, tensors: Mapping[str, Any], is_streaming: bool,
                  options: dict[str, Any]) -> tuple[Mailbox, InferenceRequest | PackedRequest]:
         """Make a request and its mailbox. Raises RequestFailed if it can never run."""
-        request = self._request(tensors, is_streaming, options)
-        mailbox = Mailbox(request.request_id, Wants.of(request), _running_loop())
-        submitted: InferenceRequest | PackedRequest = request
-        if isinstance(self._manager, EngineProcess):
-            try:
+        lease, given = self._leased(tensors, options)
+        try:
+            request = self._request(given, is_streaming, options)
+            mailbox = Mailbox(request.request_id, Wants.of(request), _running_loop())
+            submitted: InferenceRequest | PackedRequest = request
+            if isinstance(self._manager, EngineProcess):
                 submitted = packed(request)
-            except InvalidRequestError as error:
+        except BaseException as error:
+            if lease is not None:
+                lease.end()
+            if isinstance(error, InvalidRequestError):
                 raise RequestFailed(error.code, str(error)) from error
+            raise
+        mailbox.lease = lease
         return mailbox, submitted
 
     def _submit(self, prepared: Sequence[tuple[Mailbox, InferenceRequest | PackedRequest]]) -> list["Stream"]:

@@ -13,6 +13,7 @@ from ..requests.tensor_values import scalar
 from ..responses.named_tensor import NamedTensor, OneTokenTensor
 from ..responses.perf_metrics import PerfMetrics
 from ..responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
+from .adapter_names import Lease
 
 OUTPUT_IDS, SEQUENCE_LENGTH, LOG_PROBS, CUM_LOG_PROBS, FINISH_REASON = map(RESPONSE_TENSORS.index, (
     "output_ids", "sequence_length", "output_log_probs", "cum_log_probs", "finish_reason"))
@@ -106,15 +107,17 @@ class Mailbox:
     is_listed     whether the mailbox is in the list of mailboxes to wake; used by the worker only
     is_cancelled  whether the reader has cancelled the request or is gone
     has_ended     whether the final response or an error has been added
+    lease         of the request's adapter, which ends with the mailbox; None: it has none
     """
 
-    __slots__ = ("request_id", "loop", "made_on", "is_listed", "is_cancelled", "has_ended", "wants", "_arrived",
-                 "_waiter")
+    __slots__ = ("request_id", "loop", "made_on", "is_listed", "is_cancelled", "has_ended", "wants", "lease",
+                 "_arrived", "_waiter")
 
     def __init__(self, request_id: int, wants: Wants, made_on: asyncio.AbstractEventLoop | None = None) -> None:
         self.request_id, self.wants, self.made_on = request_id, wants, made_on
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_listed = self.is_cancelled = self.has_ended = False
+        self.lease: Lease | None = None
         self._arrived: deque[Piece | str] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -128,13 +131,20 @@ class Mailbox:
     def add(self, tokens: list[int], reason: FinishReason, tensors: list[NamedTensor] | None) -> None:
         """Add a response. The arguments are the results of the function `pieces`. Called on the worker's thread."""
         self._arrived.append((tokens, reason, tensors))
-        self.has_ended = self.has_ended or reason is not FinishReason.NOT_FINISHED
+        if reason is not FinishReason.NOT_FINISHED:
+            self.close()
 
     def end(self, error: str) -> None:
         """End the mailbox with the text of an error response. Idempotent."""
         if not self.has_ended:
             self._arrived.append(error)
-            self.has_ended = True
+            self.close()
+
+    def close(self) -> None:
+        """Note that no more is added."""
+        self.has_ended = True
+        if self.lease is not None:
+            self.lease.end()
 
     def take(self) -> Delta | str | None:
         """Return all new responses as one delta, or the text of an error, or None if there is no new response.

@@ -96,7 +96,7 @@ class Switchboard:
         while self._submitted and len(requests) < MOST_AT_ONCE:
             mailbox, request = self._submitted.popleft()
             if mailbox.is_cancelled:           # never runs
-                mailbox.has_ended = True
+                mailbox.close()
                 self._mailboxes.pop(mailbox.request_id, None)
             else:
                 requests.append(request)

@@ -55,11 +55,13 @@ class Preparing:
 
     check   makes the content of an adapter, or raises a RequestError. Runs on the helper thread; any thread may call it
     store   the adapters that the engine knows
+    largest   most rows of an adapter, and most elements of a row; None: not known
     wake    called by the helper thread after each check
     """
 
-    def __init__(self, check: Check, store: AdapterStore, wake: Callable[[], None] = lambda: None) -> None:
-        self.check, self.store, self.wake = check, store, wake
+    def __init__(self, check: Check, store: AdapterStore, largest: tuple[int, int] | None = None) -> None:
+        self.check, self.store, self.largest = check, store, largest
+        self.wake: Callable[[], None] = lambda: None
         self._waiting: list[_Waiting] = []
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._helper: threading.Thread | None = None

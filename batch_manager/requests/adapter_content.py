@@ -35,8 +35,11 @@ class GivenAdapter:
     config: np.ndarray
 
 
-def read_adapter(tensors: Mapping[str, Any], max_bytes: int) -> GivenAdapter:
+def read_adapter(tensors: Mapping[str, Any], max_bytes: int, largest: tuple[int, int] | None = None) -> GivenAdapter:
     """Copy the two tensors in `tensors`, which are of the types that a request may have.
+
+    largest   most rows of an adapter, and most elements of a row; what follows them in a row is not copied. None: all
+              of both tensors is copied
 
     Raises InvalidRequestError for other or missing names, for wrong types and shapes, and for more than `max_bytes`.
     """
@@ -49,7 +52,7 @@ def read_adapter(tensors: Mapping[str, Any], max_bytes: int) -> GivenAdapter:
         given[name] = read_tensor(TENSORS[name], tensors[name],
                                   Bound(max_bytes, f"max_request_bytes is {max_bytes:,}", left))
         left -= given[name].num_bytes
-    return copied_adapter(given["lora_weights"], given["lora_config"])
+    return copied_adapter(given["lora_weights"], given["lora_config"], largest)
 
 
 def checked_task_id(task_id: Any) -> int:
@@ -62,8 +65,8 @@ def checked_task_id(task_id: Any) -> int:
     return int(number) % 2**64
 
 
-def copied_adapter(weights: GivenTensor, config: GivenTensor) -> GivenAdapter:
-    """Copy two tensors that have passed `read_tensor`.
+def copied_adapter(weights: GivenTensor, config: GivenTensor, largest: tuple[int, int] | None = None) -> GivenAdapter:
+    """Copy two tensors that have passed `read_tensor`. `largest` as in `read_adapter`.
 
     Raises InvalidRequestError if their shapes do not fit together.
     """
@@ -76,6 +79,13 @@ def copied_adapter(weights: GivenTensor, config: GivenTensor) -> GivenAdapter:
                                   f"it must be {rows:,} (the number of rows of lora_config)",
                                   "send tensors of matching sizes")
     source = weights.source
+    if largest is not None:
+        if rows > largest[0]:
+            raise InvalidRequestError(f"the number of rows of lora_config is {rows:,}",
+                                      f"the model has {counted(largest[0], 'projection')} and a row for each at most",
+                                      "use an adapter of this model")
+        if isinstance(source, np.ndarray):
+            source = source[:, : largest[1]]
     if isinstance(source, np.ndarray) and source.dtype.kind in "iu" and not weights.is_bfloat16:
         raise InvalidRequestError(f"lora_weights is of type {source.dtype}",
                                   "it must be float32, float16 or bfloat16, or numbers that are rounded to float32: "

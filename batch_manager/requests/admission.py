@@ -403,7 +403,8 @@ class Admission:
         if len(given) == 2:
             raise InvalidRequestError(f"{' and '.join(given)} are set without lora_task_id",
                                       "an adapter has an id, by which later requests name it", "set lora_task_id")
-        return copied_adapter(*(raw.tensors[name] for name in TENSORS_OF_AN_ADAPTER)) if len(given) == 3 else None
+        weights, config = TENSORS_OF_AN_ADAPTER
+        return copied_adapter(raw.tensors[weights], raw.tensors[config]) if len(given) == 3 else None
 
     def _post_processor_for(self, request: LlmRequest, raw: _RawRequest) -> LogitsPostProcessor | None:
         given = raw.logits_post_processor

@@ -48,6 +48,8 @@ class Selection:
             raise self._fault("exclude_modules", tensor)
         if not self._matches("target_modules", self._targets, module):
             raise self._fault("target_modules", tensor)
+        if isinstance(self._targets, frozenset) and module in self._targets:
+            return                             # a whole path: peft does not look at the layers
         if self._layers is not None and self._layer_of(module) not in self._layers:
             raise self._fault("layers_to_transform", tensor)
 

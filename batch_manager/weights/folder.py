@@ -108,7 +108,7 @@ class CheckpointFolder:
                                  "expected a complete checkpoint, which has this file", "copy the file into the folder"
                                  ) from None
         if target.parent not in (self.path, self._blobs):
-            raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to {target}",
+            raise ModelLoadError(f"{path}{where} is a link that leads out of the folder, to the file {target}",
                                  "expected a link to a file of the folder, or to one in the blobs of the same "
                                  "repository of a Hugging Face cache",
                                  "copy the folder with links followed, for example with cp -rL")

@@ -51,7 +51,8 @@ LIKELY = {
     "alpha_pattern": [{"o_proj": 3}, {".*": 3}, {"attn.c_attn": 0.25, "c_attn": 1}, {"proj": 2},
                       {"1.mlp.down_proj": -1}],
     "init_lora_weights": ["gaussian", "pissa", "olora", False, "eva", "pissa_niter_4"], "bias": ["all", "lora_only"],
-    "target_modules": [["q_proj", "k_proj"], "all-linear", ["mlp.c_proj", "o_proj"], [], "(a*)*"],
+    "target_modules": [["q_proj", "k_proj"], "all-linear", ["mlp.c_proj", "o_proj"], [], "(a*)*",
+                       ["model.layers.1.self_attn.v_proj", "q_proj"]],
     "exclude_modules": [["v_proj"], ["model.layers.0.mlp.up_proj", "proj"], []],
     "layers_to_transform": [0, 1, [1], [0, 1], []],
     "peft_type": ["IA3", "lora", "ADALORA"], "use_dora": [True], "modules_to_save": [["lm_head"], []]}

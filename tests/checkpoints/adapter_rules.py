@@ -114,6 +114,8 @@ def _leaving_out(config: Mapping[str, Any], module: str, layer: int) -> list[str
     found = [] if selected else ["target_modules"]
     found += ["exclude_modules"] if _is_list(excluded, str) and any(
         f".{module}".endswith(f".{name}") for name in excluded) else []
+    if _is_list(targets, str) and module in targets:
+        return found
     return found + (["layers_to_transform"] if layers not in (None, [], layer) and not (
         _is_list(layers, int) and layer in layers) else [])
 

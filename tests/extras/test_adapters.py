@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -101,8 +102,20 @@ def test_an_engine_loads_replaces_and_unloads_adapters_by_name(process, expected
             assert later.task_id > info.task_id and await text("a") == expected["definitions"]
             assert sum([len(delta.tokens) async for delta in stream]) > 12        # goes on with the old one
             assert engine.adapter_name(info.task_id) == engine.adapter_name(later.task_id) == "a"
+            for number in range(8):                # the worker may take the requests after the name has moved on
+                now = ("definitions", "plays")[number % 2]
+                streams = [engine.stream(tensors, adapter="a") for _ in range(3)]
+                await engine.load_adapter("a", ADAPTERS[("plays", "definitions")[number % 2]], replaces=True)
+                for stream in streams:
+                    found = [token async for delta in stream for token in delta.tokens]
+                    assert tokenizer.decode(found) == expected[now]
+            streams = engine.streams([(tensors, {"adapter": "a"})] * 2)
+            with pytest.raises(RequestFailed):
+                engine.streams([(tensors, {"adapter": "a"}), ({"input_ids": []}, {"adapter": "a"})])
+            with pytest.raises(RequestFailed, match="a request has one adapter"):
+                engine.check({**tensors, "lora_task_id": 3}, adapter="a")
             await engine.unload_adapter("a")
-            assert engine.adapters() == {}
+            assert engine.adapters() == {} and not any([stream.cancel() for stream in streams])
             with pytest.raises(RequestFailed) as failed:
                 engine.stream(tensors, adapter="a")
             assert failed.value.code is ErrorCode.LORA_TASK_NOT_CACHED
@@ -176,6 +189,33 @@ def test_loads_of_one_name_at_the_same_time_and_an_id_that_is_taken():
     assert names.infos["a"].digest == "last" and forgotten == [2**63 + 1] and names.name_of(2**63) is None
 
 
+def test_an_adapter_is_forgotten_with_the_last_lease_of_its_requests():
+    forgotten = SimpleQueue()
+
+    class Manager:
+        def load_adapter(self, task_id, adapter):
+            return AdapterInfo(task_id=task_id, adapter_size=1, num_bytes=1, modules=(), digest=adapter)
+
+        def forget_adapter(self, task_id):
+            forgotten.put(task_id)
+            raise ConfigError("the engine has ended", "", "")
+
+    names = AdapterNames(Manager())
+    first = names.load("a", "first", replaces=False).task_id
+    leases = [names.lease("a") for _ in range(2)]
+    names.load("a", "second", replaces=True)
+    later = names.lease("a")
+    leases[0].end()
+    leases[0].end()
+    assert forgotten.empty() and names.lease("b") is None
+    leases[1].end()
+    assert forgotten.get(timeout=60) == first
+    later.end()
+    with pytest.raises(ConfigError, match="ended"):      # no request has it: the caller learns how it went
+        names.unload("a")
+    assert forgotten.get(timeout=60) == later.task_id and not names._users and not names._retired
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """server(test, **options): run an async test(client, folder of --lora-root) against the server's application."""
@@ -189,6 +229,10 @@ def server(tmp_path_factory):
             shutil.copytree(ADAPTERS["definitions"], folder / "late")
             shutil.copytree(ADAPTERS["definitions"], folder / "broken")
             (folder / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+            shutil.copytree(ADAPTERS["definitions"], folder / "linked")
+            (folder / "linked" / "adapter_model.safetensors").unlink()
+            (folder / "linked" / "adapter_model.safetensors").symlink_to(
+                ADAPTERS["definitions"] / "adapter_model.safetensors")
             (folder / "outside").symlink_to(ADAPTERS["plays"])
         app = application.make_app(str(MODEL), adapters=adapters.AdapterOptions(
             modules={"plays": str(ADAPTERS["plays"])}, root=str(folder) if root else None, **options), **OPTIONS)
@@ -242,6 +286,8 @@ def test_clients_name_an_adapter_as_the_model_and_load_others_below_the_root(ser
         for status, path, body, words in (
                 (409, "load", {"lora_name": "late", "lora_path": "late"}, "in use; unload it first"),
                 (409, "load", {"lora_name": "austen-4m", "lora_path": "late"}, "name of the model"),
+                (409, "load", {"lora_name": str(MODEL), "lora_path": "late"}, "name of the model"),
+                (400, "load", {"lora_name": "x", "lora_path": "linked"}, "to the file of the server"),
                 (400, "load", {"lora_name": "x", "lora_path": "broken"}, "adapter_config.json: use_dora is True"),
                 (400, "load", {"lora_name": "x", "lora_path": "outside"}, "below the server's --lora-root"),
                 (400, "load", {"lora_name": "x", "lora_path": "../.."}, "below the server's --lora-root"),

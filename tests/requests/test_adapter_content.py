@@ -47,6 +47,17 @@ def test_the_parts_are_those_of_the_rows_in_every_dtype():
     assert content(given | {"lora_weights": weights.astype(float)}).digest == plain.digest
 
 
+def test_what_follows_the_longest_row_is_not_copied():
+    given = tensors((1, 0, 2), (4, 1, 2))
+    long = np.lib.stride_tricks.as_strided(given["lora_weights"], (2, 2**44), (36 * 4, 4), writeable=False)
+    read = read_adapter(given | {"lora_weights": long}, 2**62, (7, WIDEST))
+    assert read.weights.shape == (2, WIDEST) and checked_adapter(read, MODULES, 4).digest == content(given).digest
+    rows = np.broadcast_to(given["lora_config"][:1], (2**40, 3))
+    weights = np.broadcast_to(given["lora_weights"][:1], (2**40, WIDEST))
+    with pytest.raises(InvalidRequestError, match="1,099,511,627,776; the model has 7 projections"):
+        read_adapter({"lora_config": rows, "lora_weights": weights}, 2**62, (7, WIDEST))
+
+
 def test_the_digest_names_the_content_and_not_its_padding_or_order():
     given = tensors((1, 0, 2), (4, 1, 2))
     digest = content(given).digest

@@ -69,7 +69,7 @@ class AdapterOptions:
     async def load(self, service: OpenAIService) -> None:
         """Load the adapters of the start. Raises the errors of AsyncEngine.load_adapter."""
         for name, folder in self.modules.items():
-            if name in service.names:
+            if service.is_base(name):
                 raise NameInUseError(f"the adapter name {name!r} is that of the model", "a name stands for one model",
                                      "choose another name")
             await service.engine.load_adapter(name, folder)
@@ -93,7 +93,7 @@ class AdapterOptions:
         replaces = body.take("load_inplace", bool, False)
         body.check_rest()
         folder = self._below_root(path)
-        if name in service.names:
+        if service.is_base(name):
             raise OpenAIError(409, f"lora_name: {name!r} is the name of the model; choose another name", "lora_name",
                               "name_in_use")
         try:

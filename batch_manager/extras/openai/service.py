@@ -157,10 +157,14 @@ class OpenAIService:
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a client names as the model; None: it names the base model, or no model."""
-        return model if model not in (None, *self.names, self.folder) and model in self.engine.adapters() else None
+        return model if model is not None and not self.is_base(model) and model in self.engine.adapters() else None
+
+    def is_base(self, name: str) -> bool:
+        """Whether a client that names this model means the base model."""
+        return name in (*self.names, self.folder)
 
     def _check_name(self, name: str) -> None:
-        if name not in (*self.names, self.folder) and self.adapter_of(name) is None:
+        if not self.is_base(name) and self.adapter_of(name) is None:
             raise OpenAIError(404, f"the model {name[:200]!r} does not exist; this server has {self.names[0]!r}",
                               "model", "model_not_found")
 
