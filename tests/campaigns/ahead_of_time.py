@@ -60,9 +60,13 @@ ALLOWED = (
 )
 
 
-def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,)) -> None:
-    """Run `tests` on a pretended GPU, and write each kernel call to `file`. Raises RuntimeError if a test fails."""
-    environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file)}
+def record_calls(file: Path, tests: tuple[Path, ...] = (KERNEL_TESTS,), *, each_value_once: bool = False) -> None:
+    """Run `tests` on a pretended GPU, and write each kernel call to `file`. Raises RuntimeError if a test fails.
+
+    each_value_once   run only as many tests as are needed for each value of each parameter of each test
+    """
+    environment = {**os.environ, "BATCH_MANAGER_ARGUMENT_SETS": str(file),
+                   "BATCH_MANAGER_EACH_VALUE_ONCE": str(int(each_value_once))}
     left_out = [f"--deselect={test}" for test in NO_CALLS]
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *left_out, *map(str, tests)], cwd=ROOT,
                          env=environment, text=True, capture_output=True)

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.integration.families import FAMILIES  # noqa: E402
 from tests.integration.greedy_model import GreedyModel  # noqa: E402
 
 VOCAB = 211
@@ -96,12 +97,6 @@ def _config(family: str):
         return transformers.GPTBigCodeConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                              initializer_range=0.15, bos_token_id=None, eos_token_id=None)
     raise KeyError(family)
-
-
-FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
-            "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
-            "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms", "bloom", "falcon",
-            "falcon-slopes"]
 
 
 class Reference(GreedyModel):

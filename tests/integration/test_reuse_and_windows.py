@@ -11,6 +11,7 @@ import torch
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.models import load_model
 from tests.harness.client import StaggeredClient
+from tests.integration.families import families_and_engines
 from tests.integration.greedy_model import GreedyModel
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
@@ -64,7 +65,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@families_and_engines(("engine",), [(name,) for name in ENGINES], each=1)
 def test_greedy_tokens_are_those_of_transformers(make_manager, new_request, reference, engine):
     prompts = family_of_prompts(reference.vocab_size)
     finals, records = serve(make_manager, new_request, reference.folder, prompts, lambda i: 12 + i % 5,

@@ -8,6 +8,7 @@ import pytest
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from tests.harness.client import StaggeredClient
+from tests.integration.families import families_and_engines
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 FUSED, SPLIT, V1 = TrtGptModelType.InflightFusedBatching, TrtGptModelType.InflightBatching, TrtGptModelType.V1
@@ -40,9 +41,9 @@ def run(make_manager, new_client, new_request, reference, prompts, count, *, str
     return [json.loads(record) for record in client.stats]
 
 
-@pytest.mark.parametrize(("policy", "model_type", "chunked", "tokens_per_block"), [
-    (MAX, FUSED, False, 16), (GUARANTEED, FUSED, True, 16), (MAX, SPLIT, True, 32), (GUARANTEED, SPLIT, False, 64),
-    (MAX, V1, False, 16), (GUARANTEED, V1, False, 64)])
+@families_and_engines(("policy", "model_type", "chunked", "tokens_per_block"), [
+    (MAX, FUSED, False, 16), (GUARANTEED, SPLIT, False, 64), (MAX, V1, False, 16), (GUARANTEED, FUSED, True, 16),
+    (MAX, SPLIT, True, 32), (GUARANTEED, V1, False, 64)], each=3)
 def test_every_prompt_length_around_a_block_in_a_staggered_batch(
         make_manager, new_client, new_request, reference, policy, model_type, chunked, tokens_per_block):
     prompts = prompts_of(reference.vocab_size, around(tokens_per_block))
@@ -52,8 +53,8 @@ def test_every_prompt_length_around_a_block_in_a_staggered_batch(
         kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=32 * 320))
 
 
-@pytest.mark.parametrize(("model_type", "chunked", "max_num_tokens"), [
-    (FUSED, False, 128), (SPLIT, True, 128), (FUSED, False, 16)])
+@families_and_engines(("model_type", "chunked", "max_num_tokens"), [
+    (FUSED, False, 128), (SPLIT, True, 128), (FUSED, False, 16)], each=1)
 def test_a_pool_so_small_that_requests_are_paused_again_and_again(
         make_manager, new_client, new_request, reference, model_type, chunked, max_num_tokens):
     prompts = prompts_of(reference.vocab_size, [5, 9, 7, 8, 3, 2, 1, 6], seed=1)

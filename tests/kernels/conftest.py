@@ -9,7 +9,8 @@ their own process.
 With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment, no kernel runs. Every call of a kernel is written to the file
 for compile_argument_sets.py, and the oracle computes the result. The tests run as on a machine with a GPU, which is
 pretended; see pretended_gpu.py. Passing tests then prove only that all calls were recorded, and that no test mixes
-tensors of two devices.
+tensors of two devices. With BATCH_MANAGER_EACH_VALUE_ONCE=1 too, only some tests run: with each value of each parameter
+at least once.
 """
 
 import importlib
@@ -40,6 +41,19 @@ def _load(path):
 worker_protocol = _load(HERE / "interpreter_worker.py")
 argument_sets = _load(HERE / "argument_sets.py")
 pretended_gpu = _load(HERE / "pretended_gpu.py")
+
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("BATCH_MANAGER_EACH_VALUE_ONCE") == "1":
+        seen = set()
+
+        def has_a_new_value(item):
+            values = item.callspec.params.items() if hasattr(item, "callspec") else ()
+            new = {(item.path, item.originalname, name, repr(value)) for name, value in (("", ""), *values)} - seen
+            seen.update(new)
+            return bool(new)
+
+        items[:] = filter(has_a_new_value, items)
 
 
 @pytest.fixture(autouse=bool(RECORD_TO))
