@@ -2,10 +2,12 @@
 
 A frame is a header and a payload:
 
-    magic (4 bytes), version (1), kind (1), 2 zero bytes, sequence number (8), length (4), checksum (4), payload
+    magic (4 bytes), version (1), kind (1), 2 zero bytes, sequence number (8), length (4),
+    checksum of these 20 bytes (4), checksum of the payload (4), payload
 
 The sequence number counts the frames of one direction from 0. A frame that is missing, repeated, altered or cut has the
-wrong number or the wrong checksum. There is no retry: the first wrong frame ends the channel.
+wrong number or a wrong checksum. There is no retry: the first wrong frame ends the channel. The header has a checksum
+of its own, because a wrong length would make the frames that follow a part of this one, and nobody would miss them.
 """
 
 import struct
@@ -23,8 +25,8 @@ MOST_PAYLOAD = 1 << 31           # bytes
 MOST_AT_ONCE = 1 << 20           # bytes handed to a transport, which may take fewer
 MOST_BEFORE_HELLO = 1 << 12      # bytes of a frame before the key is known
 _HEADER = struct.Struct("<4sBBHQI")
-_CHECKSUM = struct.Struct("<I")
-HEADER_SIZE = _HEADER.size + _CHECKSUM.size
+_CHECKSUMS = struct.Struct("<II")
+HEADER_SIZE = _HEADER.size + _CHECKSUMS.size
 
 
 class Kind(IntEnum):
@@ -111,7 +113,7 @@ class Channel:
     def _framed(self, kind: Kind, payload: bytes) -> bytes:
         header = _HEADER.pack(MAGIC, VERSION, kind, 0, self._num_sent, len(payload))
         self._num_sent += 1
-        return header + _CHECKSUM.pack(crc32(payload, crc32(header))) + payload
+        return header + _CHECKSUMS.pack(crc32(header), crc32(payload)) + payload
 
     def _flush(self, *, wait: bool) -> None:
         unsent = memoryview(self._unsent)
@@ -165,6 +167,9 @@ class Channel:
         self.version = version
         if version != VERSION and self.most_payload != MOST_BEFORE_HELLO:      # first the key, then the version
             raise LostError(f"speaks version {version} of the frames, and this rank version {VERSION}")
+        of_header, of_payload = _CHECKSUMS.unpack_from(received, _HEADER.size)
+        if crc32(received[:_HEADER.size]) != of_header:
+            raise LostError("sent a header with a wrong checksum")
         kind = KINDS.get(number)
         if kind is None or length > self.most_payload:
             raise LostError(f"sent a frame of kind {number} with {length:,} bytes")
@@ -174,7 +179,7 @@ class Channel:
         if len(received) < end:
             return None
         payload = bytes(received[HEADER_SIZE:end])
-        if crc32(payload, crc32(received[:_HEADER.size])) != _CHECKSUM.unpack_from(received, _HEADER.size)[0]:
+        if crc32(payload) != of_payload:
             raise LostError("sent a frame with a wrong checksum")
         del received[:end]
         self._num_received += 1

@@ -1,5 +1,6 @@
 """Ranks of one model in one thread: a leader and followers over memory, without sockets and without waiting."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from batch_manager.seams import BackendInfo, MemoryUsage
 from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend
 
 RANK_TIMEOUT_S = 4.0
+MOST_WAITS_FOR_A_STEP = 5_000          # of the leader, in which nobody does anything
 
 
 class MemoryRanks:
@@ -32,6 +34,7 @@ class MemoryRanks:
                  on_idle: Callable[[float], None] = lambda seconds: None) -> None:
         """backends   rank -> backend, for every rank but 0"""
         self.on_idle, self.stopped, self.late = on_idle, set(), {}
+        self._idle_waits: Counter[int] = Counter()     # by the number of steps begun
         self.transports: dict[int, tuple[MemoryTransport, MemoryTransport]] = {
             rank: MemoryTransport.pair() for rank in backends}
         channels = {rank: Channel(mine, RANK_TIMEOUT_S) for rank, (mine, _) in self.transports.items()}
@@ -69,6 +72,8 @@ class MemoryRanks:
 
     def _wait(self, seconds: float, ranks: Collection[int]) -> Collection[int]:
         if not self.run() and not any(self.transports[rank][0].arrives for rank in ranks):
+            self._idle_waits[self.leader._num_steps] += 1
+            assert self._idle_waits[self.leader._num_steps] < MOST_WAITS_FOR_A_STEP, "rank 0 waits for ever"
             self.on_idle(seconds)
             self.late = {rank: waits - 1 for rank, waits in self.late.items() if waits > 1}
             self.tick()

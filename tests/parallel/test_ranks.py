@@ -70,18 +70,25 @@ def test_frames_arrive_in_order_however_they_are_cut():
     assert second.receive() == []
 
 
-def altered(at: int):
-    return lambda data: [data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]]
+def altered(at: int, bit: int = 0):
+    return lambda data: [data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]]
+
+
+def frame(payload: bytes, kind: int = Kind.STEP, length: int | None = None) -> bytes:
+    header = struct.pack("<4sBBHQI", b"BMrk", 1, kind, 0, 0, len(payload) if length is None else length)
+    return header + struct.pack("<II", crc32(header), crc32(payload)) + payload
 
 
 @pytest.mark.parametrize("change, says", [
     (lambda data: [data, data], "frame 0 where frame 1 was due"),
     (lambda data: [], "frame 1 where frame 0 was due"),
-    (altered(0), "no frame"), (altered(4), "version"), (altered(5), "checksum"), (altered(6), "no frame"),
-    (altered(8), "frame 1 where frame 0"), (altered(16), "frame"), (altered(20), "checksum"),
-    (altered(HEADER_SIZE), "checksum"), (altered(-1 % 40), "checksum"),
-    (lambda data: [data[:19] + b"\xff" + data[20:]], "bytes"),
-    (lambda data: [data[:5] + b"\x63" + data[6:]], "kind 99"), (lambda data: [data[:-1]], ""),
+    (altered(0), "no frame"), (altered(4), "version"), (altered(5), "header with a wrong checksum"),
+    (altered(6), "no frame"), (altered(8), "header with a wrong checksum"),
+    *[(altered(16 + at, bit), "header with a wrong checksum") for at in range(4) for bit in range(8)],    # the length
+    (altered(20), "header with a wrong checksum"), (altered(24), "frame with a wrong checksum"),
+    (altered(HEADER_SIZE), "frame with a wrong checksum"), (altered(-1 % 40), "frame with a wrong checksum"),
+    (lambda data: [frame(b"", length=(1 << 31) + 1)], "2,147,483,649 bytes"),
+    (lambda data: [frame(b"", kind=99)], "kind 99"), (lambda data: [data[:-1]], ""),
 ])
 def test_a_frame_that_is_altered_missing_repeated_or_cut_ends_the_channel(change, says):
     first, second, transport = channels()
@@ -96,8 +103,7 @@ def test_a_frame_that_is_altered_missing_repeated_or_cut_ends_the_channel(change
 
 def test_a_frame_whose_bytes_are_no_value_ends_the_channel():
     first, second, transport = channels()
-    header = struct.pack("<4sBBHQI", b"BMrk", 1, Kind.STEP, 0, 0, 2)
-    transport.arrives.append(header + struct.pack("<I", crc32(b"\xff\xff", crc32(header))) + b"\xff\xff")
+    transport.arrives.append(frame(b"\xff\xff"))
     with pytest.raises(LostError, match="cannot be read"):
         second.receive()
 
