@@ -3,7 +3,8 @@
     BATCH_MANAGER_GPU_REHEARSAL=1 TRITON_INTERPRET=1 python -m tests.quick_interpreter pytest -m gpu FILE ...
 
 A rehearsal executes the bodies of GPU tests without a GPU. Engines for the CPU run in torch within `in_torch`. Graphs
-are recorded, and replayed operation by operation. Engines have no warm-up, which would take most of the time.
+are recorded, and replayed operation by operation. Engines have no warm-up and no graphs of one or two rows, which would
+take most of the time.
 tests/runtime/test_gpu_rehearsal.py runs a rehearsal.
 """
 
@@ -38,7 +39,7 @@ def rehearsal() -> Iterator[None]:
     """Context manager: engines with cuda_graphs=True capture graphs on the CPU too, and none has a warm-up."""
     from batch_manager.runtime import build_backend
     from batch_manager.runtime.forms import table
-    from batch_manager.runtime.forms.fixed import fused
+    from batch_manager.runtime.forms.fixed import fused, shapes
     from tests.runtime.capture_recorder import ReplayedGraph
 
     wanted, defaults = build_backend.wanted_forms, build_backend.build_native_backend.__kwdefaults__
@@ -46,7 +47,7 @@ def rehearsal() -> Iterator[None]:
     with (mock.patch.object(build_backend, "wanted_forms", lambda asked: wanted(asked) | (
               {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
-          mock.patch.object(table, "warm_up", lambda *given: None),
+          mock.patch.object(table, "warm_up", lambda *given: None), mock.patch.object(shapes, "SMALL_ROWS", (4,)),
           mock.patch.object(fused, "COMPARED_TOKENS", ())):
         yield
 
