@@ -9,8 +9,9 @@ Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
 Oracle      triton_kernels/reference/philox.py
 Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; written for this project.
 
-`uniform` computes the uniform random number of a token: key = (low, high) word of the request's seed, counter =
-(position of the sampled token, 0, 0, 0), u = (word 0 >> 8) * 2^-24, so 0 <= u < 1, exact in float32.
+`uniform` computes a uniform random number of a token: key = (low, high) word of the request's seed, counter =
+(position of the sampled token, purpose, number div 4, 0), u = ((word >> 9) + 1/2) * 2^-23 of word number mod 4. So
+0 < u < 1, exact in float32. No two purposes share a number: BLOCKS and TOKENS are those of `sample_token`.
 """
 
 import torch
@@ -40,13 +41,21 @@ def philox_words(k0, k1, c0, c1, c2, c3):
 
 
 @triton.jit
-def philox_uniform(seed, position):
-    """Return u in [0, 1), float32, from an int64 seed and an int32 position."""
-    low = seed.to(tl.uint32)
-    high = (seed >> 32).to(tl.uint32)
-    zero = low ^ low
-    word, _, _, _ = philox_words(low, high, position.to(tl.uint32), zero, zero, zero)
-    return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+def philox_uniform(seed, position, purpose: tl.constexpr, number):
+    """Return u in (0, 1), float32, for each `number`, a tensor of int32, from an int64 seed and an int32 position."""
+    zero = number.to(tl.uint32) ^ number.to(tl.uint32)
+    word_0, word_1, word_2, word_3 = philox_words(
+        zero + seed.to(tl.uint32), zero + (seed >> 32).to(tl.uint32), zero + position.to(tl.uint32), zero + purpose,
+        (number >> 2).to(tl.uint32), zero)
+    word = tl.where((number & 2) == 0, tl.where((number & 1) == 0, word_0, word_1),
+                    tl.where((number & 1) == 0, word_2, word_3))
+    return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def philox_gumbel(seed, position, purpose: tl.constexpr, number):
+    """Return -log(-log(u)), float32, of the numbers of `philox_uniform`."""
+    return -tl.log(-tl.log(philox_uniform(seed, position, purpose, number)))
 
 
 @triton.jit
@@ -67,9 +76,10 @@ def _philox_kernel(key_ptr, counter_ptr, words_ptr):
 
 
 @triton.jit
-def _philox_uniform_kernel(seed_ptr, position_ptr, uniform_ptr):
+def _philox_uniform_kernel(seed_ptr, position_ptr, number_ptr, uniform_ptr, PURPOSE: tl.constexpr):
     row = tl.program_id(0)
-    tl.store(uniform_ptr + row, philox_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row)))
+    u = philox_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, tl.load(number_ptr + row))
+    tl.store(uniform_ptr + row, u)
 
 
 def philox(key, counter):
@@ -80,8 +90,9 @@ def philox(key, counter):
     return words
 
 
-def uniform(seed, position):
-    """Return u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
+def uniform(seed, position, purpose, number):
+    """Return u in (0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed), `position` [R], `purpose`
+    (one number), and `number` [R] int32."""
     numbers = torch.empty(len(seed), dtype=torch.float32, device=seed.device)
-    _philox_uniform_kernel[(len(seed),)](seed, position, numbers, num_warps=1)
+    _philox_uniform_kernel[(len(seed),)](seed, position, number, numbers, PURPOSE=purpose, num_warps=1)
     return numbers

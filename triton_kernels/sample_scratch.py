@@ -3,7 +3,8 @@
 `sample_token` finds the thresholds of top-k and top-p by radix selection: it divides each logit into digits.
 """
 
-MAX_BLOCK = 4096        # logits of a piece of a row
+MAX_PIECE = 4096        # logits of a piece of a row
+MAX_BLOCK = 64          # logits of a block, of which the draw chooses one first
 BUCKETS = 2048          # values of a digit of 11 bits
 LONG = 8                # bytes of an int64
 
@@ -24,6 +25,6 @@ def num_histograms(digits: int) -> int:
 
 def scratch_bytes(num_rows: int, vocabulary: int, element_size_bytes: int) -> int:
     """Return the bytes of scratch memory for `num_rows` rows of logits that may be sampled at random."""
-    digits, pieces = num_digits(element_size_bytes), -(-vocabulary // MAX_BLOCK)
+    digits, pieces = num_digits(element_size_bytes), -(-vocabulary // MAX_PIECE)
     histograms = 4 * BUCKETS + num_histograms(digits) * BUCKETS * LONG
-    return num_rows * (histograms + 4 * digits * LONG + 4 * (4 * pieces + 1))
+    return num_rows * (histograms + 4 * digits * LONG + 4 * (5 * pieces + 1))

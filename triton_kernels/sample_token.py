@@ -6,9 +6,13 @@
            top_p: by descending renormalized probability, the tokens up to the one at which the sum reaches top_p, with
                   all ties of the last
            min_p: the logits >= max(logits) + temperature * log(min_p)
-    u    = uniform(seed, position), from `philox`
-    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
+    block    = of the blocks of 64 consecutive ids, the one with the largest log(sum of its kept p) + G(BLOCKS, block)
+    token    = of the kept ids in that block, the one with the largest log(p) + G(TOKENS, id mod 64)
     log_prob = log p[token], without any filter
+
+G(purpose, number) = -log(-log(u)), with u = uniform(seed, position, purpose, number) from `philox`. So a token is drawn
+with its kept probability (Gumbel's rule, twice), and draws with the same seed and position from close distributions
+mostly give the same token. Of equal values, the lower id counts.
 
 Shapes      logits                   [R, V]   any float dtype, R rows of V tokens, contiguous rows, any row stride;
                                      -inf = forbidden token
@@ -36,7 +40,8 @@ Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the l
 Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False for a row with NaN or +inf, or only
             -inf; its token is then 0 and its log-prob NaN.
 Oracle      triton_kernels/reference/sample_token.py
-Source      inverse transform sampling; thresholds by radix selection instead of a sort; written for this project.
+Source      Gumbel's rule on two levels; thresholds by radix selection instead of a sort; written for this project.
+            Shared random numbers: Daliri, Musco and Suresh, arXiv 2408.07978
 
 All kernels but the last run one program per row and piece of the vocabulary, so that few rows also fill the device:
 
@@ -50,8 +55,8 @@ All kernels but the last run one program per row and piece of the vocabulary, so
               threshold; otherwise those that top-p can keep, and all others as one sum. Weights are integers, in units
               of 2^-40 of the largest, so that their sums do not depend on the order. Most logits have few first
               digits; a program sums the weights of a frequent digit before it adds them to those of other programs
-    mass      sum the kept weights of each piece
-    token     one program per row: find the piece that u falls into, then the token; set the results
+    block     find the block with the largest sum in each piece: log(sum of its kept weights) + G
+    token     one program per row: find the piece with the largest of them, then the token in its block; set the results
 
 The result of a row depends on that row alone. The launches of the kernels depend only on the dtype and on
 `only_greedy`. If `only_greedy` is true, only the kernels piece and token are launched. Otherwise there are 5
@@ -64,9 +69,9 @@ import triton
 import triton.language as tl
 
 from .device_limits import device_limits
-from .philox import philox_uniform
+from .philox import philox_gumbel
 from .sample_scratch import BUCKETS as NUM_BUCKETS
-from .sample_scratch import MAX_BLOCK, num_digits, num_histograms
+from .sample_scratch import MAX_BLOCK, MAX_PIECE, num_digits, num_histograms
 
 BUCKETS = tl.constexpr(NUM_BUCKETS)
 LAST_BUCKETS = tl.constexpr(1024)       # values of the third digit
@@ -79,13 +84,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 UNIT = tl.constexpr(1099511627776.0)    # 2^40
+BLOCKS, TOKENS = tl.constexpr(1), tl.constexpr(2)       # purposes of random numbers
+NO_BLOCK = tl.constexpr(2147483647)
 FREQUENT = tl.constexpr(64)             # number of weights of a bucket from which on a program sums them itself
 
 
 @triton.jit
-def _load_piece(row_ptr, piece, num_tokens, BLOCK: tl.constexpr):
-    """Load the logits of piece number `piece` of a row as float32; -inf past the end of the row."""
-    token = piece * BLOCK + tl.arange(0, BLOCK)
+def _load_part(row_ptr, part, num_tokens, SIZE: tl.constexpr):
+    """Load part number `part`, of SIZE logits, of a row as float32; -inf past the end of the row."""
+    token = part * SIZE + tl.arange(0, SIZE)
     return tl.load(row_ptr + token, mask=token < num_tokens, other=-float("inf")).to(tl.float32)
 
 
@@ -262,12 +269,12 @@ def _sample_piece_kernel(
     histogram_ptr,                      # [R, 3 * DIGITS - 2, BUCKETS] int64, set to zero; used for rows with a filter
     num_tokens,                         # V
     logits_stride_r,                    # elements from one row to the next
-    DIGITS: tl.constexpr, BLOCK: tl.constexpr,
+    DIGITS: tl.constexpr, PIECE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     slot = _slot(slot_ptr, row)
-    x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
+    x = _load_part(logits_ptr + row * logits_stride_r, piece, num_tokens, PIECE)
     temperature = tl.load(temperature_ptr + slot)
     top_k = tl.load(top_k_ptr + slot)
     top_p = tl.load(top_p_ptr + slot)
@@ -287,7 +294,7 @@ def _sample_piece_kernel(
     x = tl.where((x != x) | (x == float("inf")), -float("inf"), x)
     best = tl.maximum(tl.max(x, 0), LOWEST)               # not -inf: -inf minus -inf is NaN
     total = tl.sum(tl.exp2((x - best) * inverse_log2), 0)
-    token = tl.min(tl.where(x == best, piece * BLOCK + tl.arange(0, BLOCK), num_tokens), 0)
+    token = tl.min(tl.where(x == best, piece * PIECE + tl.arange(0, PIECE), num_tokens), 0)
     index = row * tl.num_programs(1) + piece
     tl.store(best_ptr + index, best)
     tl.store(best_token_ptr + index, token)
@@ -304,7 +311,7 @@ def _sample_digit_kernel(
     threshold_ptr,                      # [R] float32: threshold of top-k
     filter, digit,                      # TOP_K, then TOP_P; the digit to count and weigh by, 1 .. DIGITS - 1
     num_tokens, logits_stride_r,
-    DIGITS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    DIGITS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -349,7 +356,7 @@ def _sample_digit_kernel(
         tl.store(digits_ptr + index, digits)
         tl.store(missing_ptr + index, missing)
 
-    x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
+    x = _load_part(logits_ptr + row * logits_stride_r, piece, num_tokens, PIECE)
     order = _order_of(x).to(tl.uint32)                    # fewer registers
     shift = tl.where(digit == 1, SECOND_SHIFT, 0)
     shift_before = tl.where(digit == 1, FIRST_SHIFT, SECOND_SHIFT)
@@ -384,15 +391,17 @@ def _sample_digit_kernel(
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"],
+    do_not_specialize_on_alignment=[
+        "slot_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr",
+    ],
 )
-def _sample_mass_kernel(
-    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, total_ptr,
+def _sample_block_kernel(
+    logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, best_ptr, total_ptr,
     histogram_ptr, digits_ptr, missing_ptr,
     threshold_ptr,                      # [R] float32: threshold of all filters together
-    mass_ptr,                           # [R, pieces] float32
+    score_ptr, drawn_ptr,               # [R, pieces] float32 and int32: largest sum with G, and the block's number
     num_tokens, logits_stride_r,
-    DIGITS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    DIGITS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
@@ -413,9 +422,14 @@ def _sample_mass_kernel(
         threshold = _threshold_of(_all_digits(histogram_ptr, digits_ptr, missing_ptr, row, last_filter, DIGITS), DIGITS)
     if min_p > 0.0:
         threshold = tl.maximum(threshold, top + temperature * tl.log2(min_p) * LN_2)
-    x = _load_piece(logits_ptr + row * logits_stride_r, piece, num_tokens, BLOCK)
-    mass = tl.sum(tl.where(x >= threshold, tl.exp2((x - top) * inverse_log2), 0.0), 0)
-    tl.store(mass_ptr + row * num_pieces + piece, mass)
+    x = _load_part(logits_ptr + row * logits_stride_r, piece, num_tokens, PIECE)
+    weights = tl.where(x >= threshold, tl.exp2((x - top) * inverse_log2), 0.0)
+    weights = tl.sum(tl.reshape(weights, [PIECE // BLOCK, BLOCK]), 1)
+    block = piece * (PIECE // BLOCK) + tl.arange(0, PIECE // BLOCK)
+    score = tl.log(weights) + philox_gumbel(tl.load(seed_ptr + slot), tl.load(position_ptr + row), BLOCKS, block)
+    largest = tl.max(score, 0)
+    tl.store(score_ptr + row * num_pieces + piece, largest)
+    tl.store(drawn_ptr + row * num_pieces + piece, tl.min(tl.where(score == largest, block, NO_BLOCK), 0))
     if piece == 0:
         tl.store(threshold_ptr + row, threshold)
 
@@ -429,7 +443,7 @@ def _sample_mass_kernel(
 )
 def _sample_token_kernel(
     logits_ptr, slot_ptr, temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr, end_id_ptr,
-    best_ptr, best_token_ptr, total_ptr, threshold_ptr, mass_ptr,
+    best_ptr, best_token_ptr, total_ptr, threshold_ptr, score_ptr, drawn_ptr,
     token_ptr, log_prob_ptr, finite_ptr, finish_ptr, last_token_ptr,
     num_tokens, logits_stride_r, num_pieces,
     COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
@@ -450,21 +464,15 @@ def _sample_token_kernel(
 
     is_greedy = _is_greedy(temperature, tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot))
     if finite & (is_greedy == 0):
-        mass = tl.load(mass_ptr + piece_index, mask=piece < num_pieces, other=0.0)
-        sums = tl.cumsum(mass, 0)
-        target = philox_uniform(tl.load(seed_ptr + slot), position) * tl.max(sums, 0)
-        last = tl.max(tl.where(mass > 0.0, piece, -1), 0)
-        chosen = tl.min(tl.where(sums > target, piece, last), 0)
-        before = tl.sum(tl.where(piece < chosen, mass, 0.0), 0)
-        x = _load_piece(row_ptr, chosen, num_tokens, BLOCK)
-        weights = tl.where(x >= tl.load(threshold_ptr + row), tl.exp2((x - top) * inverse_log2), 0.0)
-        lane = chosen * BLOCK + tl.arange(0, BLOCK)
-        exceeds = (before + tl.cumsum(weights, 0) > target) & (weights > 0.0)
-        sampled = tl.min(tl.where(exceeds, lane, num_tokens), 0)
-        last_kept = tl.max(tl.where(weights > 0.0, lane, -1), 0)
-        sampled = tl.where(sampled < num_tokens, sampled, last_kept)      # because scan and sum round differently
-        token = tl.where(sampled >= 0, sampled, token)
-
+        scores = tl.load(score_ptr + piece_index, mask=piece < num_pieces, other=-float("inf"))
+        drawn = tl.load(drawn_ptr + piece_index, mask=piece < num_pieces, other=NO_BLOCK)
+        block = tl.min(tl.where(scores == tl.max(scores, 0), drawn, NO_BLOCK), 0)
+        lane = tl.arange(0, BLOCK)
+        x = _load_part(row_ptr, block, num_tokens, BLOCK)
+        scores = tl.where(x >= tl.load(threshold_ptr + row), (x - top) * inverse_log2 * LN_2, -float("inf"))
+        scores += philox_gumbel(tl.load(seed_ptr + slot), position, TOKENS, lane)
+        sampled = block * BLOCK + tl.min(tl.where(scores == tl.max(scores, 0), lane, BLOCK), 0)
+        token = tl.where(sampled < num_tokens, sampled, token)
     token = tl.where(finite, token, 0)
     chosen_logit = tl.load(row_ptr + token).to(tl.float32)
     log_prob = ((chosen_logit - top) * inverse_log2 - tl.log2(total)) * LN_2
@@ -498,15 +506,16 @@ def sample_token(
     if num_rows == 0:
         return tokens, log_probs, finite
 
-    block = min(MAX_BLOCK, triton.next_power_of_2(vocabulary))
-    num_pieces = triton.cdiv(vocabulary, block)
+    piece = min(MAX_PIECE, triton.next_power_of_2(vocabulary))
+    block = min(MAX_BLOCK, piece)
+    num_pieces = triton.cdiv(vocabulary, piece)
     grid = num_rows, num_pieces
     sizes = vocabulary, logits.stride(0)
     digits = num_digits(logits.element_size())
-    settings = dict(BLOCK=block, PIECES=triton.next_power_of_2(num_pieces))
+    settings = dict(PIECES=triton.next_power_of_2(num_pieces))
     columns = 1 if last_tokens is None else last_tokens.shape[1]
     best, total, best_token = allocate(num_pieces), allocate(num_pieces), allocate(num_pieces, dtype=torch.int32)
-    threshold, mass = allocate(), allocate(num_pieces)
+    threshold, score, drawn = allocate(), allocate(num_pieces), allocate(num_pieces, dtype=torch.int32)
     parameters = slots, temperature, top_k, top_p
     if only_greedy:                     # counts and histograms are unused; None would compile another variant
         counts, histograms = best_token, allocate(0, dtype=torch.int64)
@@ -515,7 +524,7 @@ def sample_token(
         histograms = allocate(num_histograms(digits), NUM_BUCKETS, dtype=torch.int64)
     _sample_piece_kernel[grid](
         logits, *parameters, best, best_token, total, counts, histograms, *sizes,
-        DIGITS=digits, BLOCK=block, num_warps=4,
+        DIGITS=digits, PIECE=piece, num_warps=4,
     )
     if not only_greedy:
         min_p = torch.zeros_like(top_p) if min_p is None else min_p
@@ -525,14 +534,15 @@ def sample_token(
             for digit in range(1, digits):
                 _sample_digit_kernel[grid](
                     logits, *parameters, best, total, counts, histograms, known, missing, threshold, filter, digit,
-                    *sizes, DIGITS=digits, num_warps=warps, **settings,
+                    *sizes, DIGITS=digits, PIECE=piece, num_warps=warps, **settings,
                 )
-        _sample_mass_kernel[grid](
-            logits, *parameters, min_p, best, total, histograms, known, missing, threshold, mass, *sizes, DIGITS=digits,
-            num_warps=4, **settings,
+        _sample_block_kernel[grid](
+            logits, *parameters, min_p, seed, position, best, total, histograms, known, missing, threshold, score,
+            drawn, *sizes, DIGITS=digits, PIECE=piece, BLOCK=block, num_warps=4, **settings,
         )
     _sample_token_kernel[(num_rows,)](
-        logits, *parameters, seed, position, end_id, best, best_token, total, threshold, mass, tokens, log_probs,
-        finite, finish, last_tokens, *sizes, num_pieces, COLUMNS=columns, num_warps=4, **settings,
+        logits, *parameters, seed, position, end_id, best, best_token, total, threshold, score, drawn, tokens,
+        log_probs, finite, finish, last_tokens, *sizes, num_pieces, COLUMNS=columns, BLOCK=block, num_warps=4,
+        **settings,
     )
     return tokens, log_probs, finite

@@ -56,6 +56,7 @@ SUITES: dict[str, str] = {
     "T20": "tests.campaigns.matrix",
     "T21": "tests.campaigns.adapters",
     "T22": "tests.campaigns.many_adapters",
+    "T23": "tests.campaigns.drawing",
 }
 
 

@@ -25,7 +25,7 @@ KERNELS = {
     "_gated_activation_kernel", "_layer_norm_kernel", "_lora_expand_add_kernel", "_lora_shrink_kernel",
     "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
     "_prepare_step_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_digit_kernel",
-    "_sample_token_kernel", "_sample_mass_kernel",
+    "_sample_token_kernel", "_sample_block_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
 }
 
@@ -213,7 +213,7 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
     (variants,) = compiled["variants"]
     assert variants == {
         "gpu": "variants", "_decode_kernel": 1, "_merge_kernel": 2, "_context_kernel": 1, "_rope_kv_append_kernel": 1,
-        "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_mass_kernel": 1,
+        "_prepare_step_kernel": 1, "_sample_piece_kernel": 1, "_sample_digit_kernel": 1, "_sample_block_kernel": 1,
         "_sample_token_kernel": 1,
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
         "_lora_shrink_kernel": 1, "_lora_expand_add_kernel": 1,

@@ -21,18 +21,20 @@ def test_known_answers(request, integers, side):
     assert torch.equal(request.getfixturevalue(side)("philox", keys, counters), answers)
 
 
-def test_kernel_and_oracle_draw_the_same_bits(run_kernel, run_oracle, integers):
-    seeds = integers([0, 1, -1, 2**32, -(2**63), 2**63 - 1, 0x123456789ABCDEF], torch.int64)
-    positions = integers([0, 1, 2**31 - 1, 7, 4096, 5, 5])
-    kernel = run_kernel("philox", seeds, positions, function="uniform")
-    assert torch.equal(kernel, run_oracle("philox", seeds, positions, function="uniform"))
+@pytest.mark.parametrize("purpose", [1, 2])
+def test_kernel_and_oracle_draw_the_same_bits(run_kernel, run_oracle, integers, purpose):
+    seeds = integers([0, 1, -1, 2**32, -(2**63), 2**63 - 1, 0x123456789ABCDEF, 9], torch.int64)
+    positions, numbers = integers([0, 1, 2**31 - 1, 7, 4096, 5, 5, 9]), integers([0, 1, 2, 3, 4, 63, 2**20 + 1, 2047])
+    kernel = run_kernel("philox", seeds, positions, purpose, numbers, function="uniform")
+    assert torch.equal(kernel, run_oracle("philox", seeds, positions, purpose, numbers, function="uniform"))
 
 
-def test_uniform_numbers_are_uniform_along_positions_and_along_seeds(run_oracle):
+def test_uniform_numbers_are_uniform_along_each_argument(run_oracle):
     many = torch.arange(20_000)
-    for seeds, positions in ((torch.full_like(many, 42), many), (many, torch.full_like(many, 3))):
-        drawn = run_oracle("philox", seeds, positions, function="uniform").double()
+    same = torch.full_like(many, 3)
+    for arguments in ((same, many, 1, same), (many, same, 2, same), (same, same, 1, many), (same, same, 2, many)):
+        drawn = run_oracle("philox", *arguments, function="uniform").double()
         counts = torch.histc(drawn, bins=50, min=0, max=1)
         chi_square = ((counts - 400) ** 2 / 400).sum()
-        assert drawn.min() >= 0 and drawn.max() < 1
+        assert drawn.min() > 0 and drawn.max() < 1
         assert chi_square < 100                            # 49 degrees of freedom: the probability of more is 2e-5

@@ -1,13 +1,20 @@
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_manager.triton_kernels.cpu.sample_token import argmax, chosen_log_probs, sample, uniform
+from batch_manager.triton_kernels.cpu.native.library import load_library
+from batch_manager.triton_kernels.cpu.sample_token import argmax, chosen_log_probs, gumbel, sample
+from batch_manager.triton_kernels.cpu.sample_token import philox as philox_on_a_cpu
 from batch_manager.triton_kernels.cpu.sample_token import sample_token as sample_token_on_a_cpu
 from batch_manager.triton_kernels.reference import philox
 from batch_manager.triton_kernels.reference.sample_token import sample_token
+
+from .draws import KNOBS as DRAWN
+from .draws import VOCAB, arrays, exact_distribution, row_of_logits, standard_deviations
 
 KNOBS = [(1.0, 0, 1.0), (0.7, 5, 0.0), (1.3, 50, 0.9), (1.0, 0, 0.9), (2.5, 0, 0.3), (0.1, 0, 0.5), (1.0, 70, 1.0),
          (1.0, 300, 0.5), (1.0, 10**6, 0.999), (0.9, 2, 0.0), (100.0, 0, 0.95), (1.0, 0, 2.0)]
@@ -15,12 +22,6 @@ KNOBS = [(1.0, 0, 1.0), (0.7, 5, 0.0), (1.3, 50, 0.9), (1.0, 0, 0.9), (2.5, 0, 0
 
 def random_logits(rows, vocab, spread, seed=0):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def arrays(knobs, seeds, positions):
-    temperature, top_k, top_p = zip(*knobs)
-    return (np.array(temperature, np.float32), np.array(top_k, np.int32), np.array(top_p, np.float32),
-            np.array(seeds, np.int64), np.array(positions, np.int32))
 
 
 def oracle(logits, knobs, min_p=None):
@@ -97,42 +98,26 @@ def test_any_small_row_agrees_with_the_oracle(data):
     assert sample(logits, *knobs).tolist() == oracle(logits, knobs)[0].tolist()
 
 
-def exact_distribution(row, temperature, top_k, top_p):
-    """Return the probabilities of the tokens in float64, by the definition of temperature, top-k and top-p.
-
-    row   [vocab] logits
-    """
-    p = (row.double() / temperature).softmax(-1)
-    if top_k:
-        p = torch.where(row >= row.topk(top_k).values[-1], p, 0)
-    if 0 < top_p < 1:
-        p = p / p.sum()
-        descending = p.sort(descending=True)
-        first_out = int((descending.values.cumsum(0) < top_p).sum()) + 1
-        kept = torch.zeros_like(p)
-        kept[descending.indices[:first_out]] = 1
-        p = p * kept
-    return (p / p.sum()).numpy()
-
-
-@pytest.mark.parametrize("knob", [(1.0, 0, 1.0), (0.6, 20, 0.0), (1.4, 40, 0.8), (1.0, 0, 0.7), (3.0, 0, 0.95)])
+@pytest.mark.parametrize("knob", DRAWN)
 def test_the_drawn_tokens_have_the_exact_distribution(knob):
-    draws, vocab = 25_000, 200
-    row = random_logits(1, vocab, 2.0, seed=5)[0]
-    counts = np.zeros(vocab)
+    """As campaign T23 with 200,000 seeds."""
+    row, counts, draws = row_of_logits(), np.zeros(VOCAB), 10_000
     for start in range(0, draws, 5000):
         seeds = np.arange(start, start + 5000)
         tokens = sample(row.expand(5000, -1).contiguous(), *arrays([knob] * 5000, seeds * 7919, seeds % 50))
-        counts += np.bincount(tokens.numpy(), minlength=vocab)
-    expected = exact_distribution(row, *knob) * draws
-    assert counts[expected == 0].sum() == 0
-    often = expected >= 5                                          # the rare ones share one cell
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
-    if wanted[-1] == 0:
-        observed, wanted = observed[:-1], wanted[:-1]
-    statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
-    assert statistic < freedom + 5 * (2 * freedom) ** 0.5          # 5 standard deviations of chi-square
+        counts += np.bincount(tokens.numpy(), minlength=VOCAB)
+    assert standard_deviations(counts, exact_distribution(row, *knob) * draws) < 5
+
+
+def test_close_distributions_give_the_same_token_with_the_same_seed():
+    """Without shared random numbers, two draws are equal with the sum of p * q, which is 0.19 here."""
+    rows = 2000
+    row, draws = row_of_logits(2000), arrays([(0.5, 0, 1.0)] * rows, range(rows), range(rows))
+    other = row + 0.1 * random_logits(1, 2000, 1.0)[0]
+    p, q = (exact_distribution(logits, 0.5, 0, 1.0) for logits in (row, other))
+    distance = 0.5 * np.abs(p - q).sum()
+    same = (sample(row.expand(rows, -1), *draws) == sample(other.expand(rows, -1), *draws)).double().mean()
+    assert (p * q).sum() < 0.2 and same > (1 - distance) / (1 + distance)
 
 
 def test_a_sample_does_not_depend_on_the_other_rows():
@@ -146,12 +131,23 @@ def test_a_sample_does_not_depend_on_the_other_rows():
     assert together == alone and [together[i] for i in order] == shuffled
 
 
-def test_the_uniform_numbers_are_those_of_the_kernels():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_random_numbers_are_those_of_the_kernels(monkeypatch, is_compiled):
+    if is_compiled:
+        load_library()
+    else:
+        monkeypatch.setattr("batch_manager.triton_kernels.cpu.sample_token.loaded_library", lambda: None)
     random = np.random.default_rng(0)
     seeds = np.concatenate([[0, -1, 2**63 - 1, -2**63], random.integers(-2**63, 2**63, 500)])
     positions = np.concatenate([[0, 0, 2**31 - 1, 1], random.integers(0, 2**31, 500)]).astype(np.int32)
-    expected = philox.uniform(torch.from_numpy(seeds), torch.from_numpy(positions))
-    assert uniform(seeds, positions).tolist() == expected.tolist()
+    purposes, quarters = np.array([1, 2, 2], np.uint32), np.array([0, 9, 2**20])
+    words = philox_on_a_cpu(seeds, positions, purposes, quarters)
+    assert (words == philox_on_a_cpu(seeds, positions, purposes, np.tile(quarters, (504, 1)))).all()
+    for number, place in product(range(4), range(3)):
+        u = philox.uniform(torch.from_numpy(seeds), torch.from_numpy(positions), int(purposes[place]),
+                           torch.full((504,), 4 * int(quarters[place]) + number)).double()
+        torch.testing.assert_close(torch.from_numpy(gumbel(words[:, number, place])).double(), -(-u.log()).log(),
+                                   rtol=3e-7, atol=3e-7)
 
 
 def test_seed_and_position_both_matter():

@@ -102,10 +102,10 @@ class Steps:
         """Return what a step of the batch has left in the memory of the results."""
         return values_of(read_result(self.parts, self.inputs, batch, shape, traits_of(batch, self.parts.slots)))
 
-    def set_up(self, samples):
-        """Set up sequences in all slots, greedy or sampled."""
+    def set_up(self, samples, **greedy):
+        """Set up sequences in all slots: sampled, or greedy with the fields `greedy` of SlotSetup."""
         with torch.inference_mode():
-            self.parts.decoder.set_up((slot, SAMPLED if samples else SlotSetup()) for slot in range(SLOTS))
+            self.parts.decoder.set_up((slot, SAMPLED if samples else SlotSetup(**greedy)) for slot in range(SLOTS))
 
     def without_fusion(self):
         model = self.launches._model
@@ -206,7 +206,7 @@ def planted(steps):
         given.tensors["slots"][0].item()
 
     right = Launches.launch
-    steps.set_up(False)
+    steps.set_up(False, return_log_probs=True)     # tokens alone can be equal by chance
     for plant in (rows_of_the_host, length_as_a_number, waits):
         def launch(launches, shape, plant=plant):
             plant(steps.inputs.of(shape))

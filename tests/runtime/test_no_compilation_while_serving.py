@@ -21,7 +21,7 @@ CONFIGS = {
 # Kernels that a step of these models launches, besides those of attention.
 OTHERS = {"_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel", "_beam_row_kernel",
           "_gated_activation_kernel", "_match_stop_words_kernel", "_prepare_step_kernel", "_rms_norm_kernel",
-          "_sample_digit_kernel", "_sample_token_kernel", "_sample_mass_kernel", "_sample_piece_kernel",
+          "_sample_digit_kernel", "_sample_token_kernel", "_sample_block_kernel", "_sample_piece_kernel",
           "_token_penalties_kernel"}
 
 

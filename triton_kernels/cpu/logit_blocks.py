@@ -4,6 +4,7 @@ One vectorized pass computes the maximum of each block. The largest logits are i
 maxima, and only these blocks are searched.
 """
 
+import numpy as np
 import torch
 
 BLOCK = 64
@@ -40,11 +41,18 @@ def ids_of(blocks: torch.Tensor, vocab: int) -> torch.Tensor:
 
 def largest(logits: torch.Tensor, blocks: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (values, ids) of the `count` largest logits of each row, descending. `blocks` are the block maxima."""
-    if 2 * count > blocks.shape[1]:
-        return logits.topk(count, 1)
-    best = blocks.topk(count, 1, sorted=False).indices
-    ids = (best[:, :, None] * BLOCK + OFFSETS).flatten(1)
-    outside = ids >= logits.shape[1]
-    values = logits.gather(1, ids.clamp(max=logits.shape[1] - 1)).masked_fill_(outside, -torch.inf)
-    values, order = values.topk(count, 1)
-    return values, ids.gather(1, order)
+    row, ids, values = np.arange(len(logits))[:, None], None, logits
+    if 2 * count <= blocks.shape[1]:
+        ids = (_places_of_largest(blocks.numpy(), count)[:, :, None] * BLOCK + OFFSETS.numpy()).reshape(len(logits), -1)
+        there = torch.from_numpy(ids)
+        values = logits.gather(1, there.clamp(max=logits.shape[1] - 1))
+        values.masked_fill_(there >= logits.shape[1], -torch.inf)
+    places = _places_of_largest(values.numpy(), count)
+    values, order = torch.from_numpy(values.numpy()[row, places]).sort(dim=1, descending=True)
+    places = places[row, order.numpy()]
+    return values, torch.from_numpy(places if ids is None else ids[row, places])
+
+
+def _places_of_largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices [n, count] of the `count` largest of `values` [n, m] in each row, in any order."""
+    return np.argpartition(values, values.shape[1] - count, axis=1)[:, values.shape[1] - count:]

@@ -14,17 +14,25 @@ Min-p is a lower bound on logits that is known in advance. It is applied in all 
 over the row, so it is computed only for rows that need it. The result of a row depends on that row alone.
 """
 
+import sys
+
 import numpy as np
 import torch
 
+from ..reference.philox import BLOCKS, TOKENS
 from ..reference.sample_token import record_tokens
 from .logit_blocks import BLOCK, OFFSETS, block_maxima, block_sums, ids_of, largest
+from .native.library import loaded_library
 
 CANDIDATES = 64
 LARGEST_INVERSE = 1e38     # limit of an inverse temperature, because 0 * inf is NaN
 
-MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)         # of Philox-4x32-10
-WORD = np.uint64(0xFFFFFFFF)
+MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)                  # of Philox-4x32-10
+KEY_STEPS = np.array([[0x9E3779B9, 0xBB67AE85]], np.uint32) * np.arange(10, dtype=np.uint32)[:, None]
+SHIFT = BLOCK.bit_length() - 1     # number of bits of an id's place in its block
+QUARTERS = np.arange(BLOCK // 4)
+NO_ID = np.iinfo(np.int64).max
+LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)      # halves of a 64-bit number in memory
 
 
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
@@ -79,7 +87,8 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
     """
     min_p = np.zeros_like(top_p) if min_p is None else min_p
     batch = _Batch(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
-                   torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(uniform(seed, position)))
+                   torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(seed),
+                   torch.from_numpy(position))
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
@@ -93,36 +102,61 @@ def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top
     return tokens
 
 
-def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return u in [0, 1), float64 [r], from word 0 of Philox-4x32-10 with seed as key and position as counter.
+def philox(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray, quarter: np.ndarray) -> np.ndarray:
+    """Return the words of Philox-4x32-10 with the seed as key and (position, purpose, quarter, 0) as counter.
 
-    u is the upper 24 bits of the word, times 2^-24.
+    Computed by the compiled library if this process has loaded it, otherwise in numpy, with the same result.
 
-    Shapes   seed [r] int64, the bits of an unsigned seed; position [r]
+    Shapes   seed [r] int64, the bits of an unsigned seed; position [r] int32; purpose [c] uint32; quarter [r, c], or
+             [c] for the same numbers in all rows; the result [r, 4, c] uint32
     Oracle   triton_kernels/reference/philox.py, which names the source
     """
-    key_0, key_1 = seed.view(np.uint64) & WORD, seed.view(np.uint64) >> np.uint64(32)
-    word_0 = position.astype(np.uint64) & WORD
-    word_1 = word_2 = word_3 = np.zeros_like(word_0)
-    for _ in range(10):
-        product_0, product_1 = word_0 * np.uint64(MULTIPLIERS[0]), word_2 * np.uint64(MULTIPLIERS[1])
-        word_0, word_1 = (product_1 >> np.uint64(32)) ^ word_1 ^ key_0, product_1 & WORD
-        word_2, word_3 = (product_0 >> np.uint64(32)) ^ word_3 ^ key_1, product_0 & WORD
-        key_0, key_1 = (key_0 + np.uint64(KEY_STEPS[0])) & WORD, (key_1 + np.uint64(KEY_STEPS[1])) & WORD
-    return (word_0 >> np.uint64(8)) * 2.0**-24
+    library = loaded_library()
+    if library is None:
+        return _philox_in_numpy(seed, position, purpose, quarter)
+    words = np.empty((len(seed), 4, len(purpose)), np.uint32)
+    seed, position, quarter = np.ascontiguousarray(seed), np.ascontiguousarray(position), quarter.astype(np.uint32)
+    library.philox_words(seed.ctypes.data, position.ctypes.data, purpose.ctypes.data, quarter.ctypes.data,
+                         len(purpose) if quarter.ndim > 1 else 0, len(seed), len(purpose), words.ctypes.data)
+    return words
+
+
+def _philox_in_numpy(seed: np.ndarray, position: np.ndarray, purpose: np.ndarray, quarter: np.ndarray) -> np.ndarray:
+    seed = np.ascontiguousarray(seed)
+    keys = (seed.view(np.uint32).reshape(-1, 2)[:, [LOW, HIGH]] + KEY_STEPS[:, None])[..., None]    # [10, r, 2, 1]
+    counters = np.zeros((len(seed), 4, quarter.shape[-1]), np.uint32)
+    counters[:, 0], counters[:, 1], counters[:, 2] = position[:, None], purpose, quarter
+    multiplied, others = counters[:, ::2].astype(np.uint64), counters[:, 1::2]       # words 0 and 2, words 1 and 3
+    products = np.empty_like(multiplied)
+    halves = products.view(np.uint32).reshape(*products.shape, 2)
+    low, high = halves[:, ::-1, :, LOW], halves[:, ::-1, :, HIGH]                    # of word 2 first, then of word 0
+    mixed = np.empty_like(others)
+    for key in keys:
+        np.multiply(multiplied, MULTIPLIERS[:, None], out=products)
+        np.bitwise_xor(others, key, out=mixed)
+        np.bitwise_xor(mixed, high, out=multiplied)
+        others = low.copy()
+    counters[:, ::2], counters[:, 1::2] = multiplied, others
+    return counters
+
+
+def gumbel(words: np.ndarray) -> np.ndarray:
+    """Return -log(-log(u)), float32, u = ((word >> 9) + 1/2) * 2^-23, of each word of `philox`."""
+    u = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    return -np.log(-np.log(u))
 
 
 class _Batch:
-    """Rows to sample: logits [n, vocab]; inverse_temperature, top_k, top_p, uniform, min_p_margin [n].
+    """Rows to sample: logits [n, vocab]; inverse_temperature, top_k, top_p, seed, position, min_p_margin [n].
 
     min_p_margin   <= 0; min-p keeps logits >= the largest logit + min_p_margin
     """
 
-    __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "uniform", "min_p_margin")
+    __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "seed", "position", "min_p_margin")
 
-    def __init__(self, logits, temperature, top_k, top_p, min_p, uniform) -> None:
+    def __init__(self, logits, temperature, top_k, top_p, min_p, seed, position) -> None:
         self.logits, self.inverse_temperature = logits, inverse_temperature_of(temperature)
-        self.top_k, self.top_p, self.uniform = top_k, top_p, uniform
+        self.top_k, self.top_p, self.seed, self.position = top_k, top_p, seed, position
         self.min_p_margin = temperature * min_p.log()
 
     @property
@@ -179,7 +213,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
         weights.masked_fill_(values < _smallest_kept(values, weights, target), 0)
     if batch.has_min_p:
         weights.masked_fill_(values < values[:, :1] + batch.min_p_margin[:, None], 0)
-    return _choose_candidate(weights, ids, batch.uniform), solved
+    return _draw_candidate(weights, ids, batch), solved
 
 
 def _by_mass(batch: _Batch) -> torch.Tensor:
@@ -196,7 +230,8 @@ def _by_mass(batch: _Batch) -> torch.Tensor:
     solved = smallest[:, 0] > values[:, -1]                        # else more candidates are needed, or there are ties
     solved |= most == batch.logits.shape[1]
     weights.masked_fill_(values < smallest, 0)
-    return _solve_rest(batch, _choose_candidate(weights, ids, batch.uniform), solved)
+    tokens = _draw_candidate(weights, ids, batch) if solved.any() else torch.empty_like(ids[:, 0])
+    return _solve_rest(batch, tokens, solved)
 
 
 def _from_all(batch: _Batch) -> torch.Tensor:
@@ -205,7 +240,7 @@ def _from_all(batch: _Batch) -> torch.Tensor:
     weights = batch.weights(batch.logits, maxima)
     if batch.has_min_p:
         weights.masked_fill_(batch.logits < (maxima + batch.min_p_margin)[:, None], 0)
-    return _choose_by_weight(weights, batch.uniform)
+    return _draw(weights, batch)
 
 
 def _by_sorting(batch: _Batch) -> torch.Tensor:
@@ -221,7 +256,7 @@ def _by_sorting(batch: _Batch) -> torch.Tensor:
     maxima = batch.logits.amax(1)
     smallest = smallest.maximum(maxima + batch.min_p_margin)
     weights = batch.weights(batch.logits, maxima).masked_fill_(batch.logits < smallest[:, None], 0)
-    return _choose_by_weight(weights, batch.uniform)
+    return _draw(weights, batch)
 
 
 def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k: int, top_p: float) -> float:
@@ -255,31 +290,53 @@ def _smallest_kept(values: torch.Tensor, weights: torch.Tensor, target: torch.Te
     return values.gather(1, missing.clamp_(max=values.shape[1] - 1))
 
 
-def _choose_candidate(weights: torch.Tensor, ids: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the smallest id whose cumulative weight, in id order, exceeds uniform * (sum of weights)."""
-    ids, order = ids.sort(1)
-    cumulative = weights.gather(1, order).cumsum(1)
-    chosen = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-    return ids.gather(1, chosen.clamp_(max=ids.shape[1] - 1))[:, 0]
+def _draw_candidate(weights: torch.Tensor, ids: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    """Return the drawn token of each row, [n] int64. Ids that are not in `ids` have weight 0.
 
-
-def _choose_by_weight(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the smallest id whose cumulative weight exceeds uniform * (sum of weights [n, vocab]).
-
-    Chooses a block of 64 ids first, then the id in the block.
+    Shapes   weights [n, m] float64, descending; ids [n, m]
     """
-    cumulative = block_sums(weights).double().cumsum(1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    kept = int(weights.count_nonzero(1).max())
+    weights, ids = weights[:, :kept], ids[:, :kept]
+    blocks, num_blocks = ids >> SHIFT, -(-batch.logits.shape[1] // BLOCK)
+    sums = weights.new_zeros(len(ids), num_blocks).scatter_add_(1, blocks, weights).gather(1, blocks)
 
-    ids = block * BLOCK + OFFSETS
-    inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).masked_fill_(ids >= weights.shape[1], 0).double()
-    cumulative = inside.cumsum(1)
-    # The block's sum is rounded, so the target may not be reached. In this case take the last token with a weight.
-    last = (cumulative < cumulative[:, -1:]).sum(1, keepdim=True)
-    chosen = torch.searchsorted(cumulative, target - before, right=True)
-    return ids.gather(1, torch.minimum(chosen, last))[:, 0]
+    weights, ids, blocks, sums = weights.numpy(), ids.numpy(), blocks.numpy(), sums.numpy()
+    quarters = np.concatenate([blocks >> 2, np.broadcast_to(QUARTERS, (len(ids), len(QUARTERS)))], 1)
+    words = philox(batch.seed.numpy(), batch.position.numpy(), _purposes(kept), quarters)
+    row, inside = np.arange(len(ids))[:, None], ids % BLOCK
+    gumbels = gumbel(np.concatenate([words[row, blocks & 3, np.arange(kept)],
+                                     words[row, inside & 3, kept + (inside >> 2)]], 1))
+    with np.errstate(divide="ignore"):                             # tokens that are not kept
+        scores = np.log(np.concatenate([sums, weights], 1, dtype=np.float32)) + gumbels
+    block = _lowest_of_largest(scores[:, :kept], blocks)[:, None]
+    scores[:, kept:][blocks != block] = -np.inf
+    return torch.from_numpy(_lowest_of_largest(scores[:, kept:], ids))
+
+
+def _purposes(num_of_blocks: int) -> np.ndarray:
+    """Return the purposes of `num_of_blocks` counters of blocks, and of all counters of tokens after them."""
+    return np.repeat(np.array([BLOCKS, TOKENS], np.uint32), [num_of_blocks, len(QUARTERS)])
+
+
+def _lowest_of_largest(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return [n]: the id with the largest score in each row. Ties: the lowest id. Shapes: scores and ids [n, m]"""
+    return np.where(scores == scores.max(1, keepdims=True), ids, NO_ID).min(1)
+
+
+def _draw(weights: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    """Return the drawn token of each row, [n] int64, from weights [n, vocab]."""
+    sums = block_sums(weights).numpy()
+    num_quarters = -(-sums.shape[1] // 4)
+    words = philox(batch.seed.numpy(), batch.position.numpy(), _purposes(num_quarters),
+                   np.concatenate([np.arange(num_quarters), QUARTERS]))
+    gumbels = gumbel(words.transpose(0, 2, 1).reshape(len(words), -1))
+    with np.errstate(divide="ignore"):                             # blocks and tokens that are not kept
+        block = (np.log(sums) + gumbels[:, :sums.shape[1]]).argmax(1)
+        ids = block[:, None] * BLOCK + OFFSETS.numpy()
+        inside = weights.numpy()[np.arange(len(ids))[:, None], np.minimum(ids, weights.shape[1] - 1)]
+        scores = np.log(inside) + gumbels[:, 4 * num_quarters:]
+    scores[ids >= weights.shape[1]] = -np.inf
+    return torch.from_numpy(ids[np.arange(len(ids)), scores.argmax(1)])
 
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,

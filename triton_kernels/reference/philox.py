@@ -9,8 +9,9 @@ Shapes      key                      [R, 2] int64   words 0 .. 2^32 - 1
 Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Exact: checked against the
             known-answer vectors published with it.
 
-`uniform` computes the uniform random number of a token: key = (low, high) word of the request's seed, counter =
-(position of the sampled token, 0, 0, 0), u = (word 0 >> 8) * 2^-24, so 0 <= u < 1, exact in float32.
+`uniform` computes a uniform random number of a token: key = (low, high) word of the request's seed, counter =
+(position of the sampled token, purpose, number div 4, 0), u = ((word >> 9) + 1/2) * 2^-23 of word number mod 4. So
+0 < u < 1, exact in float32. No two purposes share a number: BLOCKS and TOKENS are those of `sample_token`.
 """
 
 import torch
@@ -18,6 +19,7 @@ import torch
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 KEY_STEP_0, KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+BLOCKS, TOKENS = 1, 2             # purposes
 
 
 def _multiply(constant: int, words):
@@ -39,9 +41,11 @@ def philox(key, counter):
     return torch.stack([c0, c1, c2, c3], dim=1)
 
 
-def uniform(seed, position):
-    """Return u in [0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed) and `position` [R]."""
+def uniform(seed, position, purpose, number):
+    """Return u in (0, 1), float32 [R], from `seed` [R] int64 (the bits of an unsigned seed), `position` [R], `purpose`
+    (one number), and `number` [R]."""
     key = torch.stack([seed & WORD, (seed >> 32) & WORD], dim=1)
     zero = torch.zeros_like(seed)
-    counter = torch.stack([position.to(torch.int64) & WORD, zero, zero, zero], dim=1)
-    return (philox(key, counter)[:, 0] >> 8).to(torch.float32) * 2.0**-24
+    counter = torch.stack([position.to(torch.int64) & WORD, zero + purpose, zero + number // 4, zero], dim=1)
+    word = philox(key, counter).gather(1, zero[:, None] + (number % 4)[:, None])[:, 0]
+    return ((word >> 9).double() + 0.5).float() * 2.0**-23

@@ -6,9 +6,13 @@
            top_p: by descending renormalized probability, the tokens up to the one at which the sum reaches top_p, with
                   all ties of the last
            min_p: the logits >= max(logits) + temperature * log(min_p)
-    u    = uniform(seed, position), from `philox`
-    token    = the smallest id whose cumulative kept probability, in id order, exceeds u * (sum of kept probabilities)
+    block    = of the blocks of 64 consecutive ids, the one with the largest log(sum of its kept p) + G(BLOCKS, block)
+    token    = of the kept ids in that block, the one with the largest log(p) + G(TOKENS, id mod 64)
     log_prob = log p[token], without any filter
+
+G(purpose, number) = -log(-log(u)), with u = uniform(seed, position, purpose, number) from `philox`. So a token is drawn
+with its kept probability (Gumbel's rule, twice), and draws with the same seed and position from close distributions
+mostly give the same token. Of equal values, the lower id counts.
 
 Shapes      logits                   [R, V]   any float dtype, R rows of V tokens, contiguous rows, any row stride;
                                      -inf = forbidden token
@@ -42,7 +46,9 @@ The result of a row depends on that row alone.
 
 import torch
 
-from .philox import uniform
+from .philox import BLOCKS, TOKENS, uniform
+
+BLOCK = 64               # ids of a block
 
 
 def sample_token(
@@ -68,7 +74,7 @@ def sample_token(
     largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several
     min_p = torch.zeros_like(top_p) if min_p is None else min_p
     lowest = x.amax(1) + temperature.double() * min_p.double().log()
-    sampled = _sample(x, log_p.exp(), top_k, top_p, lowest, uniform(seed, position))
+    sampled = _sample(x, log_p.exp(), top_k, top_p, lowest, seed, position)
     chosen = torch.where(greedy, largest, sampled).masked_fill(~finite.bool(), 0)
 
     tokens.copy_(chosen)
@@ -87,7 +93,7 @@ def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
         last_tokens[slots, position.long() % last_tokens.shape[1]] = tokens.to(last_tokens.dtype)
 
 
-def _sample(x, p, top_k, top_p, lowest, uniforms):
+def _sample(x, p, top_k, top_p, lowest, seed, position):
     """Return the sampled token of each row.
 
     x        [R, V] logits
@@ -106,5 +112,14 @@ def _sample(x, p, top_k, top_p, lowest, uniforms):
     p = p.masked_fill(x < descending.gather(1, last[:, None]), 0)
     p = p.masked_fill(x < lowest[:, None], 0)
 
-    cumulative = p.cumsum(1)
-    return (cumulative > (uniforms.double() * cumulative[:, -1])[:, None]).int().argmax(1)
+    p = torch.nn.functional.pad(p, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    block = (p.sum(2).log() + _gumbels(seed, position, BLOCKS, p.shape[1])).argmax(1)
+    inside = p[torch.arange(len(p), dtype=torch.int64, device=p.device), block]
+    return block * BLOCK + (inside.log() + _gumbels(seed, position, TOKENS, BLOCK)).argmax(1)
+
+
+def _gumbels(seed, position, purpose, count):
+    """Return [R, count] float64: the numbers G(purpose, 0 .. count - 1) of each row."""
+    number = torch.arange(count, dtype=torch.int64, device=seed.device).repeat(len(seed))
+    u = uniform(seed.repeat_interleave(count), position.repeat_interleave(count), purpose, number)
+    return -(-u.double().log()).log().unflatten(0, (len(seed), count))

@@ -27,8 +27,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCE, HEADERS = HERE / "step.c", (
-    "vectors.h", "tiles.h", "products.h", "rows.h", "attention.h", "attention_tiles.h")
+SOURCE, HEADERS = HERE / "step.c", tuple(sorted(path.name for path in HERE.glob("*.h")))
 IN_WHEELS = HERE / "in_wheels"
 _V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")

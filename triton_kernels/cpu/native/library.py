@@ -82,6 +82,11 @@ def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctype
     return _loaded[0]
 
 
+def loaded_library() -> ctypes.CDLL | None:
+    """Return the library if `load_library` has loaded it; never compiles it."""
+    return _loaded[0] if _loaded and isinstance(_loaded[0], ctypes.CDLL) else None
+
+
 def hold_helpers(owner: Any) -> None:
     """Keep the threads of the compiled code alive between steps, until `owner` releases them or is garbage-collected.
     """
@@ -108,6 +113,7 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "largest_outputs_of": ([pointer, pointer, number, number, pointer, pointer, ctypes.c_int], ctypes.c_int),
         "processor_nanoseconds": ([], number),
         "pack_matrix": ([pointer, pointer, number, number], None),
+        "philox_words": ([pointer, pointer, pointer, pointer, number, number, number, pointer], None),
     }
     try:
         library = built_library(list(functions), check_interruption)

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "attention_tiles.h"
 #include "products.h"
+#include "random.h"
 #include "rows.h"
 #include <pthread.h>
 #include <sched.h>
@@ -646,4 +647,9 @@ int largest_outputs_of(const Matrix *matrix, const void *x, int64_t stride, int6
 
 void pack_matrix(const Matrix *matrix, const void *plain, int64_t plain_inputs, int64_t row_stride) {
     pack(matrix, plain, plain_inputs, row_stride, 0, num_panels(matrix));
+}
+
+void philox_words(const uint64_t *seeds, const int32_t *positions, const uint32_t *purposes, const uint32_t *quarters,
+                  int64_t quarter_stride, int64_t rows, int64_t counters, uint32_t *words) {
+    random_words(seeds, positions, purposes, quarters, quarter_stride, rows, counters, words);
 }
