@@ -10,7 +10,7 @@ from torch import distributed
 from batch_manager.errors import ConfigError, DeviceLostError
 from batch_manager.runtime.ranks.exchange import Exchange, open_store
 
-from .conftest import end_here, place_among
+from .conftest import end_here, free_port, place_among
 
 HIDDEN = 6
 
@@ -33,38 +33,45 @@ def of_all(processes, port, work, tensor_size, num_stages=1, *more, **options):
     return processes.run(work, [(port, rank, tensor_size, num_stages, *more) for rank in ranks], **options)
 
 
-def sums(port, rank, tensor_size, num_stages):
-    exchange, _store = connected(port, rank, tensor_size, num_stages)
+def sums(exchange):
+    size, rank = exchange.size, exchange.rank
     with torch.inference_mode():
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             x = torch.full((3, 4), rank + 1, dtype=dtype)
-            assert torch.equal(exchange.sum(x), torch.full((3, 4), 10, dtype=dtype))
+            assert torch.equal(exchange.sum(x), torch.full((3, 4), size * (size + 1) / 2, dtype=dtype))
             wide = torch.arange(8).view(4, 2).to(dtype).t() + 10 * rank      # not contiguous
-            parts = [torch.arange(8).view(4, 2).to(dtype).t() + 10 * other for other in range(4)]
+            parts = [torch.arange(8).view(4, 2).to(dtype).t() + 10 * other for other in range(size)]
             assert torch.equal(exchange.gather(wide), torch.cat(parts, -1))
     assert exchange.wait_s > 0 and not distributed.is_initialized()
-    exchange.close()
-    exchange.close()
 
 
-def test_sums_and_gathers(processes, port):
-    of_all(processes, port, sums, 4)
-
-
-def sums_in_order(port, rank, tensor_size, num_stages):
-    exchange, _store = connected(port, rank, tensor_size, num_stages, in_rank_order=True)
+def sums_in_order(exchange):
+    """A sum in rank order depends on nothing else."""
     for rows in (1, 7, 400):
-        given = [torch.randn(rows, 33, generator=torch.Generator().manual_seed(other)) for other in range(tensor_size)]
+        given = [torch.randn(rows, 33, generator=torch.Generator().manual_seed(other))
+                 for other in range(exchange.size)]
         expected = given[0].clone()
         for other in given[1:]:
             expected += other
-        assert torch.equal(exchange.sum(given[rank].clone()), expected)
-    exchange.close()
+        assert torch.equal(exchange.sum(given[exchange.rank].clone()), expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_in_rank_order_depend_on_nothing_else(processes, port, size):
-    of_all(processes, port, sums_in_order, size)
+def sums_and_gathers(ports, rank):
+    """Sums of four ranks and of two, in rank order and not, in the same processes."""
+    for port, (size, in_rank_order, check) in zip(ports, SUMS):
+        if rank < size:
+            exchange, _store = connected(port, rank, size, 1, in_rank_order=in_rank_order)
+            check(exchange)
+            exchange.close()
+            exchange.close()
+
+
+SUMS = [(4, False, sums), (4, True, sums_in_order), (2, True, sums_in_order)]
+
+
+def test_sums_and_gathers(processes):
+    ports = [free_port() for _ in SUMS]
+    processes.run(sums_and_gathers, [(ports, rank) for rank in range(4)])
 
 
 def model_step(exchange, rows, fails_at=None):
@@ -99,7 +106,7 @@ def steps_with_faults(port, rank, tensor_size, num_stages):
     expected, count = model_step(exchange, 5)
     assert expected.unique().tolist() == [1 + 2 * tensor_size**2 * (exchange.place.stage + 1)]
     for faulty in range(tensor_size * num_stages):
-        for point in range(0, count, 1 if num_stages * tensor_size == 2 else 5):
+        for point in range(count) if tensor_size * num_stages == 2 else range(faulty, count, 7):
             try:
                 model_step(exchange, 1 + point, fails_at=point if faulty == rank else None)
                 assert faulty != rank
@@ -154,11 +161,11 @@ def test_a_value_that_was_deleted_is_not_found_by_a_later_engine(port):
 
 
 def test_a_store_that_cannot_be_reached_is_refused(port):
-    with pytest.raises(ConfigError, match=rf"the ranks cannot meet at 127.0.0.1:{port}: .*listen there within 1 s"):
-        open_store("127.0.0.1", port, is_server=False, timeout_s=1)
+    with pytest.raises(ConfigError, match=rf"the ranks cannot meet at 127.0.0.1:{port}: .*listen there within 0.5 s"):
+        open_store("127.0.0.1", port, is_server=False, timeout_s=0.5)
     with (socket.create_server(("127.0.0.1", port)),   # torch waits for its answer without end
-          pytest.raises(ConfigError, match="expected rank 0 to listen there within 1 s")):
-        open_store("127.0.0.1", port, is_server=False, timeout_s=1)
+          pytest.raises(ConfigError, match="expected rank 0 to listen there within 0.5 s")):
+        open_store("127.0.0.1", port, is_server=False, timeout_s=0.5)
 
 
 def test_the_private_names_of_torch_are_there():

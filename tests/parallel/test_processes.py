@@ -230,7 +230,7 @@ def test_ranks_of_another_version_or_with_other_arguments_are_named(engine):
     ({0: {"callbacks": False}}, "rank 0 has no get"), ({1: {"rank": 2}}, "two processes have rank 2"),
     ({1: {"callbacks": True}}, "on ranks 0, 1 and None on ranks 2")], ids=str)
 def test_ranks_that_do_not_belong_together_all_raise(engine, of_rank, says):
-    answers = engine.construct(3, of_rank=of_rank, connect_timeout_s=6.0)
+    answers = engine.construct(3, of_rank=of_rank, connect_timeout_s=3.0)
     all_failed(answers, says, "rank 0", "speaks")
     assert says in answers[0]["text"]
     nothing_is_left(*engine.processes)
