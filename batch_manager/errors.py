@@ -203,6 +203,13 @@ def where_raised(error: BaseException) -> str:
     return "".join(traceback.format_tb(_TRACEBACK.__get__(error)))
 
 
+def forget_frames(error: BaseException) -> None:
+    """Remove traceback, cause and context of an exception, which hold what the frames had, such as tensors."""
+    BaseException.with_traceback(error, None)
+    for name in ("__cause__", "__context__"):
+        getattr(BaseException, name).__set__(error, None)
+
+
 def text_of(error: BaseException) -> str:
     """The text of an exception on one line, or a note that it cannot be read. Runs code of the exception's class."""
     try:

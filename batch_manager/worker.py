@@ -14,7 +14,16 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from .contained_log import log
-from .errors import BatchManagerError, DeviceLostError, InternalError, ManagerClosedError, is_a, type_name, where_raised
+from .errors import (
+    BatchManagerError,
+    DeviceLostError,
+    InternalError,
+    ManagerClosedError,
+    forget_frames,
+    is_a,
+    type_name,
+    where_raised,
+)
 from .guard import Heartbeat
 from .interpreter_exit import forget_worker
 from .one_shot_event import OneShotEvent
@@ -249,13 +258,16 @@ def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float
     if not control.claim_the_loop():    # the constructor failed, and closes the loop
         control.wake.wait_and_clear(idle_poll_interval_s)
         return
-    error, control.interruption = control.interruption, None
-    if error is not None:
+    failure = None
+    if control.interruption is not None:
+        error, failure = control.interruption, _failure_of(control.interruption)
         log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
                      type_name(error), where_raised(error))
+        forget_frames(error)    # a rank closes its connections, also those that its exchanges had
+        control.interruption = error = None
         if not control.aborting:
             control.wake.wait_and_clear(idle_poll_interval_s)    # an endless series of exceptions must not spin
-            loop.fail(_failure_of(error))
+            loop.fail(failure)
     while not _is_done(loop, control):
         while control.commands:
             control.commands[0].run()    # removed afterwards: an exception between the two must not lose it
@@ -270,7 +282,7 @@ def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float
         control.finals_before, control.attempts_to_end = finals, 0
     control.attempts_to_end += 1
     if control.attempts_to_end <= ATTEMPTS_TO_END:
-        loop.end(_failure_of(error) if error is not None else ManagerClosedError(
+        loop.end(failure if failure is not None else ManagerClosedError(
             "the engine was shut down before the request was done", "tokens that were not sent are dropped",
             "send the request to another instance; after tokens that were sent, batch_manager.resume continues it"),
             lambda: health_of(loop, control, "STOPPED"))

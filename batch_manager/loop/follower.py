@@ -26,9 +26,11 @@ class LinkToRank0(Protocol):
 
     rank: int
     end: str | None
+    lost: DeviceLostError | None
 
     def next_frame(self, seconds: float) -> tuple[str, Any] | None: ...
     def done(self, number: int, error: tuple[str, bool, bool] | None) -> None: ...
+    def waits_for_end(self) -> bool: ...
     def ask_to_end(self, drain: bool) -> None: ...
     def close(self, reason: str = "") -> None: ...
 
@@ -203,8 +205,8 @@ class Follower:
         except ForeignCodeError as failure:
             error = failure.error
         except DeviceLostError as lost:
-            self._report(number, lost)
-            raise
+            self._lose(number, lost)
+            return
         self._running.append((number, pending, error))
         if not self.backend.info.is_asynchronous:      # rank 0 may wait for it before it takes part in the next step
             self._finish_oldest()
@@ -218,10 +220,23 @@ class Follower:
             except ForeignCodeError as failure:
                 error = failure.error
             except DeviceLostError as lost:
-                self._report(number, lost)
-                raise
+                self._lose(number, lost)
+                return
         self._report(number, error)
         self._num_steps += 1
+
+    def _lose(self, number: int, lost: DeviceLostError) -> None:
+        """End after a step that lost its device. Raises DeviceLostError, unless rank 0 was shut down meanwhile.
+
+        If another rank is gone, an exchange with it may fail before rank 0 says which one it is.
+        """
+        if not self.link.waits_for_end():
+            self._report(number, lost)
+            raise lost
+        if self.link.end is None:
+            raise self.link.lost or lost
+        if self.link.end:
+            raise self._reason() from lost
 
     def _report(self, number: int, error: BaseException | None) -> None:
         if error is not None:

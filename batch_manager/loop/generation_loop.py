@@ -101,6 +101,7 @@ class GenerationLoop:
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
         self.finals.end_reasons = {} if self.reporter.wants_trace else None
         self._check_backend: Callable[[], None] | None = getattr(backend, "check", None)
+        self._leave_ranks: Callable[[str], None] | None = getattr(backend, "leave", None)
         self._in_scheduler = callbacks.guard.raising("schedule_request", passing=SchedulerContractError)
 
     def step(self, *, accept_new: bool) -> bool:
@@ -226,6 +227,8 @@ class GenerationLoop:
         self.window.forget()
         self.finals.fail_everything(self.failure)
         self.callbacks.after_responses()
+        if self._leave_ranks is not None:
+            self._leave_ranks(f"rank 0 failed with {type_name(self.failure)}: {self.failure.fact}")
 
     # fetch
 

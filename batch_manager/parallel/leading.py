@@ -2,9 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
+from ..errors import DeviceLostError, is_a
 from ..handover import ScheduledBatch, StepOutput
 from ..seams import BackendInfo, MemoryUsage, ModelBackend, PendingStep
 from .ranks import Leader, RankError
@@ -18,6 +20,7 @@ class LeadingBackend:
                                                        which its sequences continue. They are the arguments of the
                                                        other ranks' `put_drawn`
                 figures() -> Mapping[str, int]
+                leave()                                close the connections to the other ranks. Idempotent
                 choice                                 form of a step that has not begun here
     leader  the channels to the other ranks
 
@@ -37,6 +40,7 @@ class LeadingBackend:
         self._late: deque[LedBatch] | None = None if late_ranks is None else deque()
         self._take_drawn: Callable[[ScheduledBatch], tuple[Any, ...]] = getattr(local, "take_drawn", _nothing)
         self._figures_of_local = getattr(local, "figures", dict)
+        self._leave_local: Callable[[], None] = getattr(local, "leave", _leave_nothing)
         self._control_s = 0.0
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
@@ -51,8 +55,8 @@ class LeadingBackend:
             return step
         try:
             step.pending = self.begin(step)
-        except BaseException:
-            self._wait_done_after_failure(number)
+        except BaseException as error:
+            self._wait_after(error, number)
             raise
         return step
 
@@ -64,13 +68,16 @@ class LeadingBackend:
             self._control_s += perf_counter() - began
         return self.local.start(step.batch)
 
-    def _wait_done_after_failure(self, number: int) -> None:
-        """Wait for the other ranks. Their errors do not matter, because the step failed here. Raises DeviceLostError.
+    def _wait_after(self, error: BaseException, number: int) -> None:
+        """Wait for the other ranks after a step failed here. Raises DeviceLostError.
+
+        Their errors do not matter then. If a rank is gone, the exchange with it may fail before its channel does.
         """
-        try:
-            self.leader.wait_done(number)
-        except RankError:
+        if is_a(error, DeviceLostError):
+            self.leader.find_lost()
             return
+        with suppress(RankError):
+            self.leader.wait_done(number)
 
     def finish(self, step: "LedBatch") -> StepOutput:
         """Finish this rank's part of a step, and wait for the other ranks."""
@@ -78,8 +85,8 @@ class LeadingBackend:
             self._late.popleft().begin_late()
         try:
             output = step.finish_here()
-        except BaseException:
-            self._wait_done_after_failure(step.number)
+        except BaseException as error:
+            self._wait_after(error, step.number)
             raise
         began = perf_counter()
         try:
@@ -102,6 +109,11 @@ class LeadingBackend:
                 "Control Time Microseconds": round(seconds * 1e6), "Slowest Rank": self.leader.slowest_rank,
                 "Refused Rank Differences": self.leader.num_differences}
 
+    def leave(self, reason: str) -> None:
+        """End the other ranks, because the engine has failed. No connection is left. Idempotent."""
+        self.leader.close(reason)
+        self._leave_local()
+
     def close(self) -> None:
         """End the other ranks, then close this rank's part. Idempotent."""
         if not self.leader.is_starting:                # else the start says why it failed
@@ -113,22 +125,24 @@ def _nothing(batch: ScheduledBatch) -> tuple[Any, ...]:
     return ()
 
 
+def _leave_nothing() -> None:
+    """The backend of this rank has no connections."""
+
+
 class LedBatch:
     """A step that every rank runs.
 
-    pending   this rank's part; None if it has not begun, or its launch failed
+    pending     this rank's part; None if it has not begun, or its launch failed
+    has_begun   whether this rank's part was launched late
     """
 
-    __slots__ = ("_backend", "_error", "batch", "drawn", "number", "pending")
+    __slots__ = ("_backend", "_error", "batch", "drawn", "has_begun", "number", "pending")
 
     def __init__(self, backend: LeadingBackend, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...]) -> None:
         self._backend, self.number, self.batch, self.drawn = backend, number, batch, drawn
         self.pending: PendingStep | None = None
         self._error: Exception | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        return self.pending is not None or self._error is not None
+        self.has_begun = False
 
     @property
     def choice(self) -> Any:
@@ -137,6 +151,7 @@ class LedBatch:
 
     def begin_late(self) -> None:
         """Launch this rank's part. If that fails, `finish_here` says so."""
+        self.has_begun = True
         try:
             self.pending = self._backend.begin(self)
         except Exception as error:
@@ -145,7 +160,10 @@ class LedBatch:
     def finish_here(self) -> StepOutput:
         """Finish this rank's part."""
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None                     # its traceback has this step
         assert self.pending is not None
         return self.pending.finish()
 

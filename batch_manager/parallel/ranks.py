@@ -20,7 +20,8 @@ FAILED = "failed"                # the name of a phase of the start that no rank
 LONGEST_BEAT_S = 0.5
 BEATS_IN_TIMEOUT = 8
 SECONDS_TO_CLOSE = 2.0           # for the other ranks to read the end
-WAITS_TO_CLOSE = 32
+SECONDS_FOR_THE_REASON = 1.0     # for the news of a loss, after an exchange inside a step has failed here
+WAITS = 32                       # in each of these times
 Wait = Callable[[float, Collection[int]], Collection[int]]
 
 
@@ -98,11 +99,16 @@ class Ranks:
 
     def _read_reason(self) -> None:
         """Read what the others send until one has failed, for up to SECONDS_TO_CLOSE."""
-        for _ in range(WAITS_TO_CLOSE):
-            if self._failure is not None or self.lost is not None:
-                return
+        self._read_until(lambda: self._failure is not None or self.lost is not None, SECONDS_TO_CLOSE)
+
+    def _read_until(self, is_there: Callable[[], bool], seconds: float) -> bool:
+        """Read what the others send until something is there, for up to some seconds. Returns whether it is."""
+        for _ in range(WAITS):
+            if is_there():
+                break
             with self._reading:
-                self._receive(self._wait(SECONDS_TO_CLOSE / WAITS_TO_CLOSE, self._channels))
+                self._receive(self._wait(seconds / WAITS, self._channels))
+        return is_there()
 
     def exchange(self, phase: str, value: Any = None) -> list[Any]:
         """Return the values of all ranks, by rank. Every rank calls this for the same phases in the same order.
@@ -333,6 +339,15 @@ class Leader(Ranks):
         if self.lost is not None:
             raise copy(self.lost)
 
+    def find_lost(self) -> None:
+        """After an exchange inside a step has failed here: raise DeviceLostError with the name of the lost rank.
+
+        Returns if no rank is found lost within twice SECONDS_FOR_THE_REASON. The other ranks, whose exchanges fail as
+        well, wait half as long before they end, so that the one that fails by itself is named.
+        """
+        self._read_until(lambda: self.lost is not None, 2 * SECONDS_FOR_THE_REASON)
+        self.check()
+
     def _take(self, other: int, kind: Kind, value: Any) -> None:
         if kind is Kind.DONE:
             number, error = value
@@ -359,12 +374,14 @@ class Leader(Ranks):
             self.before_end()
         if not self._begins_to_close():
             return
+        if reason and self.lost is None and not self.is_starting:        # no callback waits for an answer any more
+            self.lost = DeviceLostError(reason, "an engine of several ranks needs all of them")
         self._tell_the_rest(reason)
         # An end that still has bytes to read must not be closed: the other one would lose our last frame.
         with self._reading:
             left = set(self._channels) - {self._lost_rank}
-            for _ in range(WAITS_TO_CLOSE):
-                for other in list(self._wait(SECONDS_TO_CLOSE / WAITS_TO_CLOSE, left)) if left else ():
+            for _ in range(WAITS):
+                for other in list(self._wait(SECONDS_TO_CLOSE / WAITS, left)) if left else ():
                     try:
                         self._channels[other].receive()
                     except LostError:
@@ -428,6 +445,10 @@ class Link(Ranks):
         """
         self._send(0, Kind.DONE, (number, error))
 
+    def waits_for_end(self) -> bool:
+        """Wait up to SECONDS_FOR_THE_REASON until rank 0 has ended or is lost, and return whether it is."""
+        return self._read_until(lambda: self.end is not None or self.lost is not None, SECONDS_FOR_THE_REASON)
+
     def answer(self, value: Any) -> None:
         """Send an ASK frame to rank 0."""
         self._send(0, Kind.ASK, value)
@@ -452,7 +473,8 @@ class Link(Ranks):
             if self.is_starting and self._failure is None:
                 self._failure = _start_failed(f"rank 0: {reason}")
                 self.on_failure(self._failure)
-            self.end = str(reason)
+            if self.end is None:                       # rank 0 says why it was lost, then that its engine fails
+                self.end = str(reason)
             self.on_change()
         else:
             super()._take(other, kind, value)

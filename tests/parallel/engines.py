@@ -33,34 +33,43 @@ class Answer(NamedTuple):
     error: str
 
 
-def run_alone(job):
-    """Return request id -> Answer, and the records of the statistics."""
+def run_alone(job, make=None):
+    """Return request id -> Answer, and the records of the statistics.
+
+    make   (client) -> a manager; None: of one process
+    """
     client = Client()
     client.pending = [request(*given, **more) for given, more in job.requests]
     ids = [item.request_id for item in client.pending]
-    manager = make_manager(client, model_path=job.folder, num_threads=1, **job.options)
+    manager = make(client) if make else make_manager(client, model_path=job.folder, num_threads=1, **job.options)
     client.wait_for_finals(*ids)
     assert manager.shutdown(timeout=SECONDS) and not client.complaints, client.complaints
     return {number: Answer([response.tokens() for response in client.responses[number] if not response.error],
                            client.final(number).tensors, client.final(number).error) for number in ids}, client.stats
 
 
+def manager_of(port, rank, job, client=None):
+    """Construct the manager of a rank, with callbacks if there is a client. None: the job has no such rank."""
+    options = {**job.options, "device": "cpu", "num_threads": 1}
+    tensor, stages = options.pop("tensor", 1), options.pop("stages", 1)
+    if rank >= tensor * stages:
+        return None
+    config = ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank,
+                            leader=f"127.0.0.1:{port}", rank_timeout_s=options.pop("rank_timeout_s", 30),
+                            connect_timeout_s=60)
+    if client is not None:
+        return make_manager(client, model_path=job.folder, parallel_config=config, **options)
+    return GptManager(job.folder, **engine_arguments(None, parallel_config=config, **options),
+                      get_inference_requests_cb=None, send_response_cb=None)
+
+
 def run_rank(port, rank, jobs):
     """Run the jobs one after the other on this rank. Rank 0 returns the results of `run_alone`, other ranks None."""
     results = []
-    for folder, requests, options in jobs:
-        options = {**options, "device": "cpu"}
-        tensor, stages = options.pop("tensor", 1), options.pop("stages", 1)
-        if rank >= tensor * stages:
-            continue
-        config = ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank,
-                                leader=f"127.0.0.1:{port}", rank_timeout_s=options.pop("rank_timeout_s", 30),
-                                connect_timeout_s=60)
+    for job in jobs:
         if rank == 0:
-            results.append(run_alone(Job(folder, requests, {**options, "parallel_config": config})))
-        else:
-            manager = GptManager(folder, **engine_arguments(None, parallel_config=config, num_threads=1, **options),
-                                 get_inference_requests_cb=None, send_response_cb=None)
+            results.append(run_alone(job, lambda client, job=job: manager_of(port, 0, job, client)))
+        elif (manager := manager_of(port, rank, job)) is not None:
             assert manager.wait_until_terminate(SECONDS * 2), manager.health()
             assert manager.health()["state"] == "STOPPED" and not manager.health()["failure"], manager.health()
     return results or None

@@ -296,6 +296,18 @@ def test_a_lost_rank_ends_all_with_one_final_each(make_ranks, lose, is_idle):
     assert ranks.ranks.leader.health()[2]["state"] == "LOST" and ranks.ranks.leader.health()[1]["state"] == "STOPPED"
 
 
+def test_the_lost_rank_is_named_if_an_exchange_with_it_fails_before_its_channel_does(make_ranks):
+    ranks = make_ranks()
+
+    def fail(batch):
+        lose_by_stopping(ranks.ranks)
+        raise DeviceLostError("the exchange failed", "")
+    ranks.world.backend.local.on_step = fail
+    ranks.world.client.pending.append(request(1, [1] * 5, 20))
+    with pytest.raises(DeviceLostError, match="^rank 2 was silent"):
+        ranks.step()
+
+
 def test_beats_keep_a_rank_alive_in_a_long_step_and_silence_is_counted_in_own_beats():
     ranks, _ = two_ranks()
     for _ in range(100):

@@ -157,8 +157,12 @@ class RankBackend(NativeBackend):
                 "Pipeline Parallel Size": place.pipeline_parallel_size,
                 "Collective Wait Microseconds": round(seconds * 1e6)}
 
+    def leave(self) -> None:
+        """Close the connections to the other ranks. Idempotent."""
+        self._exchange.close()
+
     def close(self) -> None:
         if self._forms is not None:
             finish_stream(self._parts.stream)
         super().close()
-        self._exchange.close()
+        self.leave()
