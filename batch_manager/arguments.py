@@ -3,9 +3,8 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, fields, replace
-from hashlib import sha256
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from .config import Parts, TrtGptModelOptionalParams
@@ -97,8 +96,9 @@ class EngineArguments:
         """Whether requests run in static batches."""
         return self.model_type is TrtGptModelType.V1
 
-    def digest(self) -> str:
-        """Return 64 hexadecimal digits, equal in all processes for equal values.
+    def described(self) -> dict[str, str]:
+        """Return name -> text for each value, equal in all processes for equal values. The fields of options and of
+        their parts have names of their own, such as `kv_cache_config.max_tokens`.
 
         A path counts by its text. With a parallel_config, what tells ranks apart does not count, nor do the limits of
         the queue, which rank 0 alone has and AsyncEngine sets.
@@ -107,7 +107,20 @@ class EngineArguments:
         if params.parallel_config is not None:
             params = replace(params, max_queued_requests=0, max_queued_tokens=0, parallel_config=replace(
                 params.parallel_config, rank=None, local_rank=None, leader=None, device_ids=None))
-        return sha256(repr(replace(self, model_path=path, optional_params=params)).encode()).hexdigest()
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"model_path": path}
+        del values["optional_params"]
+        return _described(values | {each.name: getattr(params, each.name) for each in fields(params)})
+
+
+def _described(values: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if is_dataclass(value):
+            found[name] = f"a {type(value).__name__}"
+            found |= _described({f"{name}.{each.name}": getattr(value, each.name) for each in fields(value)})
+        else:
+            found[name] = repr(value)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

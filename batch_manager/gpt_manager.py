@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from .adapter_values import AdapterInfo
 from .arguments import Callbacks, EngineArguments, check_threads_are_real, checked_parts
-from .build import build_rank
+from .build_rank import build_rank
 from .clock import reliable
 from .config import Parts, TrtGptModelOptionalParams
 from .custom_parts import close_unused

@@ -264,7 +264,8 @@ def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float
         log.critical("the engine failed with %s; every request is answered with ENGINE_FAILED until shutdown\n%s",
                      type_name(error), where_raised(error))
         forget_frames(error)    # a rank closes its connections, also those that its exchanges had
-        control.interruption = error = None
+        control.interruption = None
+        del error
         if not control.aborting:
             control.wake.wait_and_clear(idle_poll_interval_s)    # an endless series of exceptions must not spin
             loop.fail(failure)

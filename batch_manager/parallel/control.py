@@ -26,6 +26,7 @@ KEY_BYTES = 16
 RECEIVE_BYTES = 1 << 15          # more would be allocated anew at each call, by the kernel
 SECONDS_TO_HELLO = 10.0          # for a connection to show the key
 SECONDS_BETWEEN_LOOKS = 0.25
+SECONDS_BETWEEN_TRIES = 0.05
 _PORT = struct.Struct("<H")
 # Until all ranks have come. A rank of an engine of another size, which may be constructed later, does not find it.
 _ADDRESS = "control address of {} ranks"
@@ -224,6 +225,20 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def wait_for_listener(host: str, port: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until something listens at an address. Raises TimeoutError with the reason at the deadline."""
+    while True:
+        check()
+        seconds = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(min(5.0, seconds), 0.1)).close()
+            return
+        except OSError as error:
+            if seconds < 0:
+                raise TimeoutError(error.strerror or type(error).__name__) from error
+            time.sleep(SECONDS_BETWEEN_TRIES)
 
 
 def within(seconds: float, make: Callable[[], T]) -> T:

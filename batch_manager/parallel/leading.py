@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import DeviceLostError, is_a
 from ..handover import ScheduledBatch, StepOutput
 from ..seams import BackendInfo, MemoryUsage, ModelBackend, PendingStep
+from .channel import MOST_PAYLOAD
 from .ranks import Leader, RankError
 
 
@@ -24,8 +25,12 @@ class LeadingBackend:
                 choice                                 form of a step that has not begun here
     leader  the channels to the other ranks
 
+    most_bytes_of_a_step   that can travel to the other ranks
+
     A step succeeds if it succeeds on every rank. If it fails on one, every rank has done it, and it can be run again.
     """
+
+    most_bytes_of_a_step = MOST_PAYLOAD
 
     def __init__(self, local: ModelBackend, leader: Leader, late_ranks: Collection[int] | None = None) -> None:
         """

@@ -22,6 +22,7 @@ BEATS_IN_TIMEOUT = 8
 SECONDS_TO_CLOSE = 2.0           # for the other ranks to read the end
 SECONDS_FOR_THE_REASON = 1.0     # for the news of a loss, after an exchange inside a step has failed here
 WAITS = 32                       # in each of these times
+MOST_DIFFERENCES = 4             # that a message has
 Wait = Callable[[float, Collection[int]], Collection[int]]
 
 
@@ -117,17 +118,27 @@ class Ranks:
         """
         raise NotImplementedError
 
-    def compare(self, phase: str, value: Any, way_out: str) -> None:
-        """Raise ConfigError on every rank unless the value is the same on all. `phase` names it in the message."""
-        values = self.exchange(phase, value)
-        if any(other != values[0] for other in values):
+    def compare(self, what: str, value: Any, way_out: str) -> None:
+        """Raise ConfigError on every rank unless the value is the same on all. `what` names it in the message."""
+        self.compare_named(what, {what: value}, way_out)
+
+    def compare_named(self, phase: str, values: Mapping[str, Any], way_out: str) -> None:
+        """Raise ConfigError on every rank unless all have the same values. The message has the first that differ.
+
+        values   name -> value. A name that another one is the beginning of, with a dot, is a part of that one
+        """
+        given = [dict(of_rank) for of_rank in self.exchange(phase, tuple(values.items()))]
+        facts: dict[str, str] = {}
+        for name in sorted(set().union(*given)):
             by_value: dict[Any, list[int]] = {}
-            for rank, other in enumerate(values):
-                by_value.setdefault(other, []).append(rank)
+            for rank, of_rank in enumerate(given):
+                by_value.setdefault(of_rank.get(name), []).append(rank)
+            if len(by_value) > 1 and name.rpartition(".")[0] not in facts:
+                facts[name] = f"{name} is " + " and ".join(
+                    f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
+        if facts:
             self._failure = ConfigError(               # every rank finds it by itself
-                f"{phase} is " + ", ".join(f"{other!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                                           for other, ranks in by_value.items()),
-                "expected the same on every rank", way_out)
+                "; ".join(list(facts.values())[:MOST_DIFFERENCES]), "expected the same on every rank", way_out)
             raise self._failure
 
     def _check_start(self) -> None:
@@ -489,6 +500,11 @@ class Link(Ranks):
         if self.end is None and self.lost is None:
             self._tell_the_rest(reason or "it was closed")
         self._channel.close()
+
+
+def in_words(ranks: Collection[int]) -> str:
+    """Return "rank 2", or "ranks 0, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _start_failed(reason: str) -> ConfigError:

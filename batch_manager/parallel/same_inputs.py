@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import DeviceLostError, InvalidRequestError
-from .ranks import Leader
+from .ranks import Leader, in_words
 from .wire import pack
 
 MOST_ITEMS = 1 << 20             # an iterator may be endless
@@ -122,11 +122,11 @@ class SameInputs:
         differing = [rank for rank, of_rank in keys.items() if rank not in missing and key not in of_rank]
         how = []
         if missing:
-            how.append(f"it is missing on {_ranks(missing)}")
+            how.append(f"it is missing on {in_words(missing)}")
         if differing:
-            how.append(f"it is another one on {_ranks(differing)}")
+            how.append(f"it is another one on {in_words(differing)}")
         if not how:
-            how.append("its place among the requests is not the same on " + _ranks(list(keys)))
+            how.append("its place among the requests is not the same on " + in_words(list(keys)))
         return InvalidRequestError(
             f"request {request_id}: {' and '.join(how)}",
             "with callbacks on every rank, each must hand over equal requests in one order",
@@ -150,7 +150,3 @@ def _same(keys: dict[int, list[Key]]) -> set[Key]:
     common = set.intersection(*map(set, keys.values()))
     in_order = [[key for key in of_rank if key in common] for of_rank in keys.values()]
     return {key for key, *others in zip(*in_order, strict=True) if all(other == key for other in others)}
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.arguments import Callbacks, EngineArguments
-from batch_manager.build import build_rank
+from batch_manager.build_rank import build_rank
 from batch_manager.kv.audit import audit
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.testing.scripted_backend import ScriptedBackend

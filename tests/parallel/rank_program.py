@@ -12,7 +12,14 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from batch_manager import GptManager, KvCacheConfig, ParallelConfig, SchedulerPolicy, TrtGptModelOptionalParams, build
+from batch_manager import (
+    GptManager,
+    KvCacheConfig,
+    ParallelConfig,
+    SchedulerPolicy,
+    TrtGptModelOptionalParams,
+    build_rank,
+)
 from batch_manager.errors import BatchManagerError
 from batch_manager.names import TrtGptModelType
 from batch_manager.parallel import channel
@@ -41,6 +48,9 @@ class FolderRendezvous:
 
     def delete(self, name: str) -> None:
         (self._folder / name).unlink()
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class ArrayClient(Client):
@@ -144,9 +154,9 @@ class Rank:
                 store.get = lambda name: get(name)[:-16] + bytes(16)
             return store
 
-        build._make_local_backend, build.open_rendezvous = make_local_backend, open_rendezvous
+        build_rank._local_backend, build_rank.open_rendezvous = make_local_backend, open_rendezvous
         if version:
-            build.__version__ = version
+            build_rank.__version__ = version
         if frames:
             channel.VERSION = frames
         callbacks = rank == 0 if callbacks is None else callbacks

@@ -220,15 +220,16 @@ def test_a_rank_that_fails_in_its_constructor_fails_all(engine, rank):
 
 def test_ranks_of_another_version_or_with_other_arguments_are_named(engine):
     answers = engine.construct(3, of_rank={1: {"version": "0.0.1"}})
-    all_failed(answers, "the version of batch_manager")
-    assert all("'0.0.1' on rank 1" in answer["text"] for answer in answers)
+    all_failed(answers, "the version of batch_manager is")
+    assert all("0.0.1 on rank 1" in answer["text"] for answer in answers)
     nothing_is_left(*engine.processes)
 
 
 @pytest.mark.parametrize("of_rank, says", [
-    ({1: {"exclude_input": False}}, "the digest of the arguments"), ({2: {"frames": 9}}, "speaks version 9"),
+    ({1: {"exclude_input": False}}, "exclude_input_in_output is True on ranks 0, 2 and False on rank 1; expected"),
+    ({2: {"frames": 9}}, "speaks version 9"),
     ({0: {"callbacks": False}}, "rank 0 has no get"), ({1: {"rank": 2}}, "two processes have rank 2"),
-    ({1: {"callbacks": True}}, "on ranks 0, 1 and None on ranks 2")], ids=str)
+    ({1: {"callbacks": True}}, "on ranks 0, 1 and None on rank 2")], ids=str)
 def test_ranks_that_do_not_belong_together_all_raise(engine, of_rank, says):
     answers = engine.construct(3, of_rank=of_rank, connect_timeout_s=3.0)
     all_failed(answers, says, "rank 0", "speaks")

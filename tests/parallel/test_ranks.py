@@ -402,7 +402,17 @@ def test_values_that_must_be_equal_are_an_error_on_every_rank_with_all_values():
         ranks.compare("the digest", "ab" if ranks.rank == 1 else "cd", "copy the file")
     errors = Starting().run(body, body, body)
     assert {str(error) for error in errors} == {
-        "the digest is 'cd' on ranks 0, 2, 'ab' on rank 1; expected the same on every rank; copy the file"}
+        "the digest is cd on ranks 0, 2 and ab on rank 1; expected the same on every rank; copy the file"}
+
+
+def test_arguments_that_differ_are_named_and_not_again_with_their_parts():
+    of_rank = [{"a": "1", "cache": "None"},
+               {"a": "1", "cache": "a Cache", "cache.size": "3"},
+               {"a": "2", "cache": "None"}]
+    errors = Starting().run(*[lambda ranks: ranks.compare_named("arguments", of_rank[ranks.rank], "fix it")] * 3)
+    assert {str(error) for error in errors} == {
+        "a is 1 on ranks 0, 1 and 2 on rank 2; cache is None on ranks 0, 2 and a Cache on rank 1; expected the same on "
+        "every rank; fix it"}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from ...errors import ConfigError, DeviceLostError
-from ...parallel.control import within
+from ...parallel.control import wait_for_listener, within
 from ...parallel.mapping import Place
 from ..device.running import first_line
 
@@ -25,15 +25,17 @@ GLOO_THREADS = 1                   # a rank waits for each of its collectives
 SUM, GATHER, RECEIVE, SEND = "sum", "gather", "receive", "send"
 
 
-def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> "Store":
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float,
+               check: Callable[[], None] = lambda: None) -> "Store":
     """Return torch's store at an address. Waits until the store can be reached.
 
     is_server   whether this process runs the store. It ends with the last reference to it in the process
+    check       called again and again while waiting; may raise
 
     Raises ConfigError if no store can be reached within `timeout_s` seconds, or the port is taken.
     """
     deadline = time.monotonic() + timeout_s
-    return Store(partial(_open_store, host, port, is_server, timeout_s, deadline), deadline)
+    return Store(partial(_open_store, host, port, is_server, timeout_s, deadline, check), deadline)
 
 
 class Store:
@@ -66,13 +68,20 @@ class Store:
         with contextlib.suppress(RuntimeError):
             self.of_torch.delete_key(name)
 
+    def close(self) -> None:
+        """Drop torch's store."""
+        self.of_torch = None
 
-def _open_store(host: str, port: int, is_server: bool, timeout_s: float, deadline: float) -> Any:
+
+def _open_store(host: str, port: int, is_server: bool, timeout_s: float, deadline: float,
+                check: Callable[[], None]) -> Any:
     if not distributed.is_available():
         raise ConfigError(f"several ranks are wanted, and torch {torch.__version__} was built without "
                           "torch.distributed", "the ranks exchange hidden states with it", "install another torch")
-    seconds = max(deadline - time.monotonic(), 0.1)
     try:
+        if not is_server:                              # torch's own tries go on in a thread when the time is up
+            wait_for_listener(host, port, deadline, check)
+        seconds = max(deadline - time.monotonic(), 0.1)
         store = within(seconds, partial(distributed.TCPStore, host, port, None, is_server, timedelta(seconds=seconds),
                                         wait_for_workers=False, multi_tenant=True))
     except (RuntimeError, TimeoutError) as error:
@@ -80,7 +89,8 @@ def _open_store(host: str, port: int, is_server: bool, timeout_s: float, deadlin
             f"the ranks cannot meet at {host}:{port}: {first_line(error)}",
             "expected a free port of this machine" if is_server else
             f"expected rank 0 to listen there within {timeout_s:g} s",
-            "check that each rank has the address of rank 0 and that rank 0 is running") from error
+            "check that each rank has the address of rank 0, that rank 0 is running, and that no two processes have "
+            "one rank") from error
     return distributed.PrefixStore("batch_manager", store)
 
 
