@@ -7,7 +7,7 @@ A frame is a header and a payload:
 
 The sequence number counts the frames of one direction from 0. A frame that is missing, repeated, altered or cut has the
 wrong number or a wrong checksum. There is no retry: the first wrong frame ends the channel. The header has a checksum
-of its own, because a wrong length would make the frames that follow a part of this one, and nobody would miss them.
+of its own, because a wrong length would make the frames that follow a part of this one, and no rank would miss them.
 """
 
 import struct
