@@ -1,5 +1,6 @@
 """Token embeddings, and the head that maps hidden states to logits."""
 
+from dataclasses import replace
 from functools import partial
 from math import frexp
 
@@ -7,12 +8,12 @@ import torch
 from torch.nn import functional
 
 from ..triton_kernels.cpu.fixed_pieces import elementwise
-from ..triton_kernels.cpu.native.matrix import PackedMatrix
-from ..weights.matrices import Dense
+from ..triton_kernels.cpu.native.matrix import PanelMatrix, QuantisedMatrix
+from ..weights.matrices import Blocks, Dense, StoredMatrix
 from ..weights.source import Weights
 from .context import LayerContext
 from .recording import LookedUp, NotRecordableError, Positions, Rows
-from .weight_form import is_compiled, make_weight_form
+from .weight_form import WeightForm, form_of, is_compiled, make_weight_form
 
 
 class Embedding:
@@ -21,19 +22,35 @@ class Embedding:
     name        full name of the tensor: "model.embed_tokens.weight". (`Linear` takes the prefix before `.weight`)
     scale       factor on the rows, rounded to the layer's dtype; None: no factor
     first_row   row of the stored tensor that index 0 refers to; the rows before it are not used
+    is_kept     whether the table may keep the quantised blocks of its file, in which it cannot be recorded
+
+    weight      the table [rows, size]; None: it keeps its blocks, in `matrix`
+    matrix      a QuantisedMatrix whose outputs are the rows, or None
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
-                 scale: float | None = None, first_row: int = 0) -> None:
-        self.name = name
-        self.weight = weights.tensor(name, (first_row + rows, size))[first_row:]
+                 scale: float | None = None, first_row: int = 0, is_kept: bool = False) -> None:
+        self.name, self.weight, self.matrix = name, None, None
+        if is_kept and name.endswith(".weight"):
+            stored = weights.linear([name.removesuffix(".weight")], size, [rows])
+            if isinstance(stored, Blocks):
+                self.matrix = make_weight_form(stored, context).matrix
+            else:
+                self.weight = stored.weight
+        else:
+            self.weight = weights.tensor(name, (first_row + rows, size))[first_row:]
         self._scale = None if scale is None else torch.tensor(scale, dtype=context.dtype, device=context.device)
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows at indices [T] int64 as a new tensor [T, size]."""
-        if isinstance(indices, Positions) and self._scale is None:
+        if isinstance(indices, Positions) and self._scale is None and self.weight is not None:
             return LookedUp(self.weight)
-        rows = functional.embedding(indices, self.weight)
+        if self.matrix is None:
+            rows = functional.embedding(indices, self.weight)
+        elif isinstance(indices, Positions):
+            raise NotRecordableError("the rows of its embedding are decoded when they are looked up")
+        else:
+            rows = self.matrix.rows(indices)
         return rows if self._scale is None else rows.mul_(self._scale)
 
 
@@ -45,7 +62,7 @@ class Head:
 
     name      full name of the tensor: "lm_head.weight". (`Linear` takes the prefix before `.weight`)
     tied_to   an embedding whose tensor the head uses; None: the head uses the tensor `name`. The head copies the
-              tensor of the embedding if the head needs a packed matrix
+              tensor of the embedding if the head needs a packed matrix; quantised blocks are shared
     softcap   replace logits by softcap * tanh(logits / softcap); None: no cap
     scale     factor on the logits, before the softcap; None: no factor
     bias      add the bias tensor whose name ends in `.bias` instead of `.weight`
@@ -54,24 +71,10 @@ class Head:
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
                  tied_to: Embedding | None = None, softcap: float | None = None, scale: float | None = None,
                  bias: bool = False) -> None:
-        prefix = name.removesuffix(".weight")
-        if tied_to is not None:
-            weights.tied(name, tied_to.name)
-        if tied_to is None and name.endswith(".weight"):
-            stored = weights.linear([prefix], size, [rows], bias=bias)
-        else:
-            stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight,
-                           weights.tensor(f"{prefix}.bias", (rows,)) if bias else None)
-        # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.
-        if scale is not None and is_compiled(stored, context) and frexp(scale)[0] == 0.5:
-            biases = None if stored.bias is None else stored.bias * scale
-            stored, scale = Dense(stored.weight * scale, biases), None
-        form = make_weight_form(stored, context)
-        if tied_to is not None and not form.shares_weight:
-            weights.count_copy(tied_to.weight.nbytes)
+        form, scale = _form_of_head(weights, context, name, rows, size, tied_to, scale, bias)
         self._multiply, self._multiply_arguments, self.softcap = form.multiply, form.multiply_arguments, softcap
         self._matrix, self._rows, self._scale = form.matrix, rows, scale
-        if isinstance(form.matrix, PackedMatrix):    # return its float32 sums without rounding
+        if isinstance(form.matrix, PanelMatrix):    # return its float32 sums without rounding
             self._multiply_arguments = (torch.float32,)
         # In pieces, because the tail of a vectorized loop rounds differently, and because torch's threads would compete
         # with the threads of the compiled step.
@@ -89,3 +92,31 @@ class Head:
         if self._scale is not None:
             logits = logits.mul_(self._scale)
         return logits if self.softcap is None else self._tanh(logits.float().div_(self.softcap)).mul_(self.softcap)
+
+
+def _form_of_head(weights: Weights, context: LayerContext, name: str, rows: int, size: int, tied_to: Embedding | None,
+                  scale: float | None, bias: bool) -> tuple[WeightForm, float | None]:
+    """Return the form of a head's matrix, and the factor that is left to apply. See Head for the arguments."""
+    prefix = name.removesuffix(".weight")
+    if tied_to is not None:
+        weights.tied(name, tied_to.name)
+    stored: StoredMatrix
+    if tied_to is None and name.endswith(".weight"):
+        stored = weights.linear([prefix], size, [rows], bias=bias)
+        added = stored.bias
+    else:
+        added = weights.tensor(f"{prefix}.bias", (rows,)) if bias else None
+        if tied_to is None or tied_to.weight is not None:
+            stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight, added)
+    scaled = added if scale is None or added is None else added * scale
+    if tied_to is not None and tied_to.matrix is not None:
+        return form_of(QuantisedMatrix(tied_to.matrix.panels, context.dtype, scaled, scale or 1.0)), None
+    if scale is not None and isinstance(stored, Blocks):
+        return make_weight_form(replace(stored, bias=scaled, factor=scale), context), None
+    # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.
+    if scale is not None and is_compiled(stored, context) and frexp(scale)[0] == 0.5:
+        stored, scale = Dense(stored.weight * scale, scaled), None
+    form = make_weight_form(stored, context)
+    if tied_to is not None and not form.shares_weight:
+        weights.count_copy(tied_to.weight.nbytes)
+    return form, scale

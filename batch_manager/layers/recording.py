@@ -23,13 +23,14 @@ from ..triton_kernels.cpu.native.library import (
     INPUTS_ALIGNED,
     LAYER_NORM,
     OPERATION_NUMBERS,
+    PREPARE,
     PRODUCT,
     PROJECTIONS_AT_ONCE,
     RMS_NORM,
     ROTATE_AND_APPEND,
     SHRINK,
 )
-from ..triton_kernels.cpu.native.matrix import PackedMatrix
+from ..triton_kernels.cpu.native.matrix import PanelMatrix, QuantisedMatrix
 from .context import AdapterModule
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu": 3}
@@ -129,6 +130,7 @@ class Recording:
     whole       registers other than register 0 whose rows have no padding
     result      the register of the output
     kept        objects that the operations point to, kept alive
+    prepared    (register, column, width) of rows -> the register that has them prepared for quantised matrices
     """
 
     dtype: torch.dtype
@@ -138,6 +140,7 @@ class Recording:
     whole: set[int] = field(default_factory=set)
     result: int = 0
     kept: list[Any] = field(default_factory=list)
+    prepared: dict[tuple[int, int, int], Rows] = field(default_factory=dict)
 
     def incoming(self, width: int) -> Rows:
         """Create register 0, the input. Must be called once, before any other register is created."""
@@ -193,7 +196,7 @@ class Recording:
         return result
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
-        if not isinstance(matrix, PackedMatrix):
+        if not isinstance(matrix, PanelMatrix):
             raise NotRecordableError("one of its matrices is not packed for the compiled step")
         # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
         # where numbers must be finite: zero padding or other columns of a register. The input has no padding.
@@ -203,8 +206,22 @@ class Recording:
                                      f"{'have no padding' if rows.register == 0 else 'are not aligned'}")
         result = self.register(outputs) if adds_to is None else adds_to
         self.kept.append(matrix)
-        self.add(PRODUCT, [rows, result], [matrix.address, int(adds_to is not None), matrix.type])
+        source = self._prepared(rows, matrix) if isinstance(matrix, QuantisedMatrix) else rows
+        self.add(PRODUCT, [source, result], [matrix.address, int(adds_to is not None), matrix.type])
+        self._written(result)
         return Rows(self, result.register, result.column, result.width)
+
+    def _prepared(self, rows: Rows, matrix: QuantisedMatrix) -> Rows:
+        """Return `rows`, prepared for quantised matrices. Products of the same rows share them."""
+        key = (rows.register, rows.column, rows.width)
+        if key not in self.prepared:
+            self.prepared[key] = to = self.register(matrix.prepared_entries)
+            self.add(PREPARE, [rows, to], [rows.width])
+        return self.prepared[key]
+
+    def _written(self, rows: Rows) -> None:
+        """Forget what was prepared of a register that is written again."""
+        self.prepared = {key: prepared for key, prepared in self.prepared.items() if key[0] != rows.register}
 
     def adapt(self, rows: Rows, result: Rows, adapter: Any) -> None:
         """Record that `result` is a product of `rows`, to which the adapters of the layer are added.
@@ -222,6 +239,7 @@ class Recording:
         self.add(SHRINK, [rows], [*empty, inputs, len(own), *column("index"), *column("a"), *column("b")])
         self.add(EXPAND_ADD, [result], [*empty, inputs, len(own), *column("index"), *column("b"),
                                         *column("first_output"), *column("out_size")])
+        self._written(result)
 
     def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
         width = rows.width // 2 if gated else rows.width
@@ -246,6 +264,7 @@ class Recording:
         if rotary is not None:
             tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
         self.add(ROTATE_AND_APPEND, [query, key, value], [layer, *tables])
+        self._written(query)
         result = self.register(query.width)
         self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink,
                                       slopes, _bits(how.alibi_bfloat16_factor or 0.0),
@@ -320,14 +339,15 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
 
 
 def record_head(logits: Callable[..., Any], hidden_size: int, dtype: torch.dtype) -> Any:
-    """Return the PackedMatrix of a model's head if `logits(hidden)` only multiplies by this matrix, else None."""
+    """Return the PanelMatrix of a model's head if `logits(hidden)` only multiplies by this matrix, else None."""
     recording = Recording(dtype, strides=[0])           # `hidden` is not register 0, whose rows have no padding
     hidden = recording.register(hidden_size)
     try:
         result = logits(hidden)
     except Exception:                       # an operation that cannot be recorded, or a function of tensors only
         return None
-    is_product = isinstance(result, Rows) and [operation[0] for operation in recording.operations] == [PRODUCT]
+    kinds = [operation[0] for operation in recording.operations]
+    is_product = isinstance(result, Rows) and kinds in ([PRODUCT], [PREPARE, PRODUCT])
     return recording.kept[0] if is_product and result.register != hidden.register else None
 
 

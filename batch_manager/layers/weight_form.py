@@ -3,7 +3,7 @@
 A layer calls the functions in its WeightForm directly. The layer itself handles its ports: processes and adapters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch.nn import functional
 from ..errors import ConfigError
 from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.deterministic_linear import NoAgreeingSizeError
+from ..triton_kernels.cpu.native.library import QUANTISED_TYPES
 from ..triton_kernels.cpu.native.library import TYPES as COMPILED_TYPES
-from ..triton_kernels.cpu.native.matrix import PackedMatrix
-from ..weights.matrices import Dense, StoredMatrix
+from ..triton_kernels.cpu.native.matrix import PackedMatrix, PanelMatrix, QuantisedMatrix, QuantisedPanels
+from ..weights.matrices import Blocks, Dense, StoredMatrix
 from .context import LayerContext
 
 
@@ -27,7 +28,7 @@ class WeightForm:
     add_product     add_product(x, residual, *add_arguments) -> residual + x W^T + b. May overwrite `residual`. The sum
                     is rounded once if the form supports it
     shares_weight   whether the form uses the tensor that it was made from, without a copy
-    matrix          the matrix for the recording of a step: a PackedMatrix for a CompiledForward, a Dense one for
+    matrix          the matrix for the recording of a step: a PanelMatrix for a CompiledForward, a Dense one for
                     kernel launches; None: the form cannot be recorded
     """
 
@@ -36,13 +37,19 @@ class WeightForm:
     add_product: Callable[..., torch.Tensor]
     add_arguments: tuple[Any, ...]
     shares_weight: bool
-    matrix: PackedMatrix | Dense | None = None
+    matrix: PanelMatrix | Dense | None = None
 
 
 def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
     """Whether `make_weight_form` copies the matrix to a PackedMatrix, for the compiled step."""
     return (context.compiled_step and not context.deterministic and isinstance(stored, Dense)
             and stored.weight.dtype in COMPILED_TYPES)
+
+
+def types_kept(context: LayerContext) -> Collection[str]:
+    """Return the types of quantised blocks that layers multiply as a file has them."""
+    is_compiled = context.compiled_step and not context.deterministic and context.dtype in COMPILED_TYPES
+    return QUANTISED_TYPES if is_compiled else ()
 
 
 def make_weight_form(stored: StoredMatrix, context: LayerContext) -> WeightForm:
@@ -73,6 +80,17 @@ def _in_panels(stored: Dense, context: LayerContext) -> WeightForm | None:
         return None
     matrix = PackedMatrix(stored.weight, stored.bias)
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
+
+
+def _in_blocks(stored: Blocks, context: LayerContext) -> WeightForm:
+    """Return the form of a matrix that keeps the blocks of its file, for compiled code."""
+    matrix = QuantisedMatrix(QuantisedPanels(stored.types, stored.in_size, stored.read()), context.dtype, stored.bias,
+                             stored.factor)
+    return form_of(matrix)
+
+
+def form_of(matrix: QuantisedMatrix) -> WeightForm:
+    return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=True, matrix=matrix)
 
 
 def _in_one_dnn(stored: Dense, context: LayerContext) -> WeightForm | None:
@@ -125,4 +143,4 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 # Type of a stored matrix -> makers of its forms. The first maker that returns a form decides.
 _MAKERS: Mapping[type[StoredMatrix], Sequence[Callable[[Any, LayerContext], WeightForm | None]]] = {
-    Dense: (_row_by_row, _in_panels, _in_one_dnn, _plain)}
+    Dense: (_row_by_row, _in_panels, _in_one_dnn, _plain), Blocks: (_in_blocks,)}

@@ -107,7 +107,7 @@ class Decoder:
                        scale: float | None = None) -> Embedding:
         """Return the token embedding [vocab, hidden size]. A last stage with a tied head makes it, too."""
         return Embedding(weights, context, f"{self.names.embedding}.weight", spec.vocab_size, spec.hidden_size,
-                         scale=scale)
+                         scale=scale, is_kept=True)
 
     def make_entry(self, spec: ModelSpec, weights: Weights, context: LayerContext) -> None:
         """Make what `enter` uses, such as learned positions."""

@@ -9,6 +9,7 @@ from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError, printable
 from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
+from ..layers.weight_form import types_kept
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
@@ -109,18 +110,20 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
                            split=split, kv_copies=spec.kv_copies, adapters=adapters)
+    # A class of someone else's may ask for tensors one by one, which are converted.
+    kept = types_kept(context) if implementation == NATIVE and is_shipped(spec.architecture, model_class) else ()
     try:
         with torch.inference_mode():
             if load_format == "dummy":
-                refuse_too_many_weights(local.num_weights, checkpoint, device, dtype, free_bytes)
+                refuse_too_many_weights(local.num_weights * dtype.itemsize, checkpoint, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
                 model = make(weights)
             else:
-                weights = checkpoint.weights(device, dtype)
+                weights = checkpoint.weights(device, dtype, kept)
                 # A tensor is allocated only if the configuration and the files both have it, so the smaller number
                 # bounds the memory. Differences between them are refused below, with the tensor's name.
-                refuse_too_many_weights(min(local.num_weights, weights.num_weights), checkpoint, device, dtype,
-                                        free_bytes)
+                refuse_too_many_weights(min(local.num_weights * dtype.itemsize, weights.loaded_bytes), checkpoint,
+                                        device, dtype, free_bytes)
                 model = make(weights)
                 if stage == WHOLE:
                     weights.finish(model.harmless_tensors)
@@ -169,16 +172,15 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
         weights.finish(model_class(spec, weights, context).harmless_tensors)
 
 
-def refuse_too_many_weights(num_weights: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+def refuse_too_many_weights(num_bytes: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                            free_bytes: int | None) -> None:
-    """Raise InsufficientMemoryError if `num_weights` weights of `dtype` take more than `free_bytes`.
+    """Raise InsufficientMemoryError if weights of `num_bytes` bytes take more than `free_bytes`.
 
     free_bytes   free memory of `device`; None: no check
 
     The operating system provides the pages of a large allocation only when they are written. An allocation that is too
     large can therefore succeed, and the system would kill the process later, during loading.
     """
-    num_bytes = num_weights * dtype.itemsize
     if free_bytes is not None and num_bytes > free_bytes:
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}: they take "

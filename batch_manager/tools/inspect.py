@@ -22,6 +22,8 @@ import torch
 
 from ..config import KvCacheConfig, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError, ModelLoadError, counted, printable
+from ..layers.context import LayerContext
+from ..layers.weight_form import types_kept
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
@@ -96,17 +98,20 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     obstacle = "" if with_triton else absent.get("compiled", "")
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
-    weights = checkpoint.weights(torch.device("cpu"), resolved_dtype)
+    is_checked = is_native and is_shipped(spec.architecture, model_class)
+    kept = types_kept(LayerContext(device=target, dtype=resolved_dtype, compiled_step=steps == "compiled"))
+    weights = checkpoint.weights(torch.device("cpu"), resolved_dtype, kept if is_checked else ())
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
+    # Compiled steps keep a copy of an embedding that is also the head, unless both are quantised blocks.
+    is_copied = steps == "compiled" and spec.tie_word_embeddings and not (
+        is_checked and weights.keeps(f"{model_class.names.embedding}.weight"))
+    copy_bytes = spec.vocab_size * spec.hidden_size * resolved_dtype.itemsize if is_copied else 0
+    weight_bytes = weights.loaded_bytes + copy_bytes
     with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
-    is_checked = is_native and is_shipped(spec.architecture, model_class)
     if is_checked:
         check_tensors(checkpoint, model_class, spec, resolved_dtype)
-    # Compiled steps keep a copy of an embedding that is also the head.
-    copied = spec.vocab_size * spec.hidden_size if steps == "compiled" and spec.tie_word_embeddings else 0
-    refuse_too_many_weights(stored + copied, checkpoint, target, resolved_dtype, free_bytes)
-    weight_bytes = (stored + copied) * resolved_dtype.itemsize
+    refuse_too_many_weights(weight_bytes, checkpoint, target, resolved_dtype, free_bytes)
     one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
     set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size,
                            num_multiprocessors(target) if with_triton else 0)
@@ -135,7 +140,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
         "num_weights": stored, "stored_types": stored_types,
-        "weight_bytes": weight_bytes, "embedding_copy_bytes": copied * resolved_dtype.itemsize,
+        "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
+        "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes,
         "free_bytes": free_bytes, "step_bytes": set_aside,
         "set_aside_bytes": plan.set_aside_bytes,
         "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
@@ -153,6 +159,8 @@ def described(facts: dict[str, Any]) -> str:
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())
+    if facts["kept_types"]:
+        stored_as += f"; matrices in {' and '.join(facts['kept_types'])} keep the file's blocks"
     copy = facts["embedding_copy_bytes"]
     copied = f" and {size(copy)} for a copy of the embedding" if copy else ""
     lines = [

@@ -1,7 +1,7 @@
 """A checkpoint in any supported format: its configuration and its tensors."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -22,10 +22,16 @@ class StoredWeights(Weights, Protocol):
 
     num_weights   number of elements in all tensors of the files
     stored_types  name of a tensor type in the files, such as "BF16" or "Q4_K" -> number of tensors of this type
+    loaded_bytes  size of all tensors in memory
     """
 
     num_weights: int
     stored_types: Mapping[str, int]
+    loaded_bytes: int
+
+    def keeps(self, name: str) -> bool:
+        """Whether the matrix `name` is kept in the blocks of the file, see Checkpoint.weights."""
+        ...
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Close the files. Raises ModelLoadError if a tensor was never requested and its name matches no pattern of
@@ -49,8 +55,10 @@ class Checkpoint(Protocol):
         """Return the fields of generation_config.json; None if the checkpoint has none."""
         ...
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> StoredWeights:
+    def weights(self, device: torch.device, dtype: torch.dtype, kept_types: Collection[str] = ()) -> StoredWeights:
         """Open the tensor files. Returns the source of tensors on `device` in `dtype`, with Hugging Face's names.
+
+        Matrices whose type is in `kept_types`, such as "Q4_0", keep the blocks of the file if a layer loads them.
 
         On the device "meta", tensors have only shapes, and all checks run except those of the tensors' values.
         """
@@ -74,7 +82,8 @@ class HuggingFaceFolder:
             return None
         return self._read(self._folder.file(GENERATION_CONFIG_FILE))
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> SafetensorsWeights:
+    def weights(self, device: torch.device, dtype: torch.dtype, kept_types: Collection[str] = ()
+                ) -> SafetensorsWeights:
         return SafetensorsWeights(self._folder, device, dtype)
 
     def _refuse_a_folder_of_gguf_files(self) -> None:

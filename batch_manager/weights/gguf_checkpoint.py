@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +36,10 @@ class GgufCheckpoint:
     def generation_config(self) -> Fields | None:
         return read_end_ids(self._headers[0])
 
-    def weights(self, device: torch.device, dtype: torch.dtype) -> GgufWeights:
+    def weights(self, device: torch.device, dtype: torch.dtype, kept_types: Collection[str] = ()) -> GgufWeights:
         header = self._headers[0]
         locations = locate(header.metadata["general.architecture"], self._tensors, self._heads, header.file)
-        return GgufWeights(self._headers, locations, device, dtype)
+        return GgufWeights(self._headers, locations, device, dtype, kept_types)
 
 
 def _read_shards(first: CheckpointFile) -> list[GgufHeader]:

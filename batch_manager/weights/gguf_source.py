@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -17,7 +17,17 @@ from .folder import CheckpointFile
 from .gguf_header import GgufHeader, GgufTensor, changed, open_again
 from .gguf_names import Location
 from .json_file import READABLE, shown
-from .matrices import DenseSource, Part, Shape
+from .matrices import (
+    RANGES_ALIGNED,
+    WHOLE_MATRIX,
+    Blocks,
+    DenseSource,
+    Part,
+    Shape,
+    Share,
+    StoredMatrix,
+    changed_rows,
+)
 
 BLOCK_NUMBERS = 2**17                # elements decoded at a time, at least one row; small enough for a CPU cache
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,13 +48,15 @@ def numbers_of(headers: Sequence[GgufHeader], name: str) -> list[float]:
 class GgufWeights(DenseSource):
     """The StoredWeights of one model's GGUF files: tensors under Hugging Face's names, on one device in one dtype.
 
-    A tensor is read and converted when it is requested. This takes memory for the tensor and a few of its rows.
-    `finish` raises ModelLoadError if a tensor was never requested.
+    A tensor is read and converted when it is requested. This takes memory for the tensor and a few of its rows. The
+    matrices of linear layers are not converted if all their tensors have types of `kept_types`. `finish` raises
+    ModelLoadError if a tensor was never requested.
     """
 
     def __init__(self, headers: Sequence[GgufHeader], locations: Mapping[str, Location], device: torch.device,
-                 dtype: torch.dtype) -> None:
+                 dtype: torch.dtype, kept_types: Collection[str] = ()) -> None:
         super().__init__(device, dtype)
+        self._kept_types = kept_types
         self._locations = locations
         self._tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
         self._first = headers[0].file
@@ -57,6 +69,17 @@ class GgufWeights(DenseSource):
     def num_weights(self) -> int:
         """Number of elements in all tensors of the files."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(tensor.end - tensor.begin if self._is_kept(tensor) else math.prod(tensor.shape) * self.dtype.itemsize
+                   for tensor in self._tensors.values())
+
+    def keeps(self, name: str) -> bool:
+        return name in self._locations and self._is_kept(self._tensors[self._locations[name].tensor])
+
+    def _is_kept(self, tensor: GgufTensor) -> bool:
+        return tensor.kind in self._kept_types and len(tensor.shape) == 2
 
     @property
     def stored_types(self) -> Counter[str]:
@@ -84,6 +107,53 @@ class GgufWeights(DenseSource):
                                  f"{more}, which the model does not use",
                                  "expected only tensors of the model that the metadata describes",
                                  "convert the model again with a current version of llama.cpp")
+
+    def linear(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, bias: bool = False,
+               transposed: bool = False, row_order: torch.Tensor | None = None, scale: float | None = None,
+               share: Share = WHOLE_MATRIX) -> StoredMatrix:
+        weights, biases = self._parts(names, in_size, sizes, transposed, share)
+        types = self._types_of(weights)
+        if not types or row_order is not None and types[1:]:
+            return super().linear(names, in_size, sizes, bias=bias, transposed=transposed, row_order=row_order,
+                                  scale=scale, share=share)
+        added = changed_rows(self._joined(biases), row_order, scale) if bias else None
+        output_of = None if row_order is None else np.argsort(row_order.numpy())
+        return Blocks(types, in_size, partial(self._stored_rows, weights, output_of), added,
+                      1.0 if scale is None else scale)
+
+    def _types_of(self, parts: Sequence[Part]) -> list[tuple[str, int]]:
+        """Return `Blocks.types` of a stack of tensors; [] if they cannot be kept as they are."""
+        types: list[tuple[str, int]] = []
+        for part in parts:
+            location = self._locations[self._check(part.name, part.shape)]
+            kind, rows = self._tensors[location.tensor].kind, part.loaded_shape[0]
+            if (not self.keeps(part.name) or not part.is_whole or location.transposed != part.transposed
+                    or location.offset or location.is_one_row):
+                return []
+            if types and types[-1][0] == kind:
+                rows += types.pop()[1]
+            elif types and types[-1][1] % RANGES_ALIGNED:
+                return []
+            types.append((kind, rows))
+        return types
+
+    def _stored_rows(self, parts: Sequence[Part], output_of: np.ndarray | None
+                     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield all rows of a stack of tensors, as `Blocks.read`. Row i of the stack is output output_of[i]."""
+        start = 0
+        for part in parts:
+            location = self._locations[part.name]
+            self._used.add(part.name)
+            stored = self._tensors[location.tensor]
+            with self._files.reading(location.tensor) as read:
+                for some, targets in _some_rows(location, None, stored):
+                    data = read(some.start * stored.row_bytes, len(some) * stored.row_bytes)
+                    rows = start + (np.arange(targets.start, targets.stop) if isinstance(targets, slice)
+                                    else targets.numpy())
+                    self.num_bytes += len(data)
+                    yield (rows if output_of is None else output_of[rows],
+                           np.frombuffer(data, np.uint8).reshape(len(some), stored.row_bytes))
+            start += part.loaded_shape[0]
 
     def _file_of(self, name: str) -> CheckpointFile:
         return self._files.of(self._locations[name].tensor)
@@ -147,6 +217,21 @@ def _load_rows(target: torch.Tensor, location: Location, part: Part, rows_of: Ca
         target, rows, columns = target.t(), columns, rows
     else:
         target = target.view(-1, target.shape[-1])
+    for some, targets in _some_rows(location, rows, stored):
+        block = rows_of(some.start, len(some))
+        block = block if columns is None else block[:, columns.start : columns.stop]
+        if isinstance(targets, slice):
+            _copy(target[targets], block)
+        else:
+            _copy(target, block, targets)
+
+
+def _some_rows(location: Location, rows: range | None, stored: GgufTensor
+               ) -> Iterator[tuple[range, slice | torch.Tensor]]:
+    """Yield rows of the tensor `stored`, a few at a time, each with the places of its rows among those that are wanted.
+
+    rows   the wanted rows of the Hugging Face tensor; None: all
+    """
     stored_rows = location.rows or range(math.prod(stored.shape[:-1]))
     wanted = slice(None) if rows is None else slice(rows.start, rows.stop)
     runs: Iterable[tuple[range, torch.Tensor | None]] = [(stored_rows[wanted], None)]
@@ -156,13 +241,8 @@ def _load_rows(target: torch.Tensor, location: Location, part: Part, rows_of: Ca
     for run, targets in runs:
         for first in range(0, len(run), step):
             check_interruption()
-            some = run[first : first + step]
-            block = rows_of(some.start, len(some))
-            block = block if columns is None else block[:, columns.start : columns.stop]
-            if targets is None:
-                _copy(target[first : first + len(some)], block)
-            else:
-                _copy(target, block, targets[first : first + len(some)])
+            here = slice(first, min(first + step, len(run)))
+            yield run[here], here if targets is None else targets[here]
 
 
 def _runs(order: torch.Tensor) -> Iterator[tuple[range, torch.Tensor]]:

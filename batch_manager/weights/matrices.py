@@ -1,9 +1,10 @@
 """Matrices as a source hands them to a layer: what is stored, and which part of it this rank has."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ..loading_thread import check_interruption
@@ -42,7 +43,27 @@ class Dense:
     bias: torch.Tensor | None
 
 
-StoredMatrix = Dense          # a closed union: layers/weight_form.py has a maker for each type that a source returns
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix of quantised blocks, as a file has them, which is not yet read.
+
+    types     (type of the blocks, number of outputs) of consecutive ranges of outputs. Each range but the last has a
+              multiple of RANGES_ALIGNED outputs
+    in_size   number of inputs
+    read      read() -> all rows, some at a time: outputs [some] int64 of one range, rows [some, bytes of a row] uint8
+    bias      [out] in the dtype of the source, or None
+    factor    on the products, not on the bias
+    """
+
+    types: Sequence[tuple[str, int]]
+    in_size: int
+    read: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
+    bias: torch.Tensor | None
+    factor: float = 1.0
+
+
+RANGES_ALIGNED = 16
+StoredMatrix = Dense | Blocks      # a closed union: layers/weight_form.py has a maker for each type of a source
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +170,15 @@ class DenseSource:
     def linear(self, names: Sequence[str], in_size: int, sizes: Sequence[int], *, bias: bool = False,
                transposed: bool = False, row_order: torch.Tensor | None = None, scale: float | None = None,
                share: Share = WHOLE_MATRIX) -> StoredMatrix:
+        weights, biases = self._parts(names, in_size, sizes, transposed, share)
+        weight, added = self._joined(weights), self._joined(biases) if bias else None
+        return Dense(changed_rows(weight, row_order, scale),
+                     None if added is None else changed_rows(added, row_order, scale))
+
+    @staticmethod
+    def _parts(names: Sequence[str], in_size: int, sizes: Sequence[int], transposed: bool, share: Share
+               ) -> tuple[list[Part], list[Part]]:
+        """Return the parts of the weights and of the biases that `linear` stacks."""
         columns, whole_in_size = None, in_size
         if share.of == "inputs" and share.size > 1:
             columns = range(share.rank * in_size, (share.rank + 1) * in_size)
@@ -159,12 +189,7 @@ class DenseSource:
             for rows in parts:
                 weights.append(Part(f"{name}.weight", shape, rows, columns, transposed))
                 biases.append(Part(f"{name}.bias", (whole,), rows))
-        weight, added = self._joined(weights), self._joined(biases) if bias else None
-        if row_order is not None:
-            weight, added = weight[row_order], None if added is None else added[row_order]
-        if scale is not None:
-            weight, added = weight * scale, None if added is None else added * scale
-        return Dense(weight, added)
+        return weights, biases
 
     def count_copy(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -179,3 +204,9 @@ class DenseSource:
             self._load(target, stored_name, part)
         self.num_bytes += result.nbytes
         return result
+
+
+def changed_rows(tensor: torch.Tensor, row_order: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    """Return the rows of a tensor in another order and with a factor. None: unchanged."""
+    tensor = tensor if row_order is None else tensor[row_order]
+    return tensor if scale is None else tensor * scale

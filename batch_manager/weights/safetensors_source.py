@@ -106,6 +106,13 @@ class SafetensorsWeights(DenseSource):
         return sum(math.prod(tensor.stored.shape) for tensor in self._tensors.values())
 
     @property
+    def loaded_bytes(self) -> int:
+        return self.num_weights * self.dtype.itemsize
+
+    def keeps(self, name: str) -> bool:
+        return False
+
+    @property
     def stored_types(self) -> Counter[str]:
         return Counter(tensor.stored.dtype for tensor in self._tensors.values())
 

@@ -20,8 +20,14 @@ def library():
 MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}
 
 
+@pytest.fixture(scope="session")
+def machine_caches(tmp_path_factory):
+    """The cache folder of the libraries for older processors, each of which is compiled once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(scope="module", params=MACHINES)
-def machine(request, tmp_path_factory):
+def machine(request, machine_caches):
     """Load the C library, compiled for this processor ("native") or for an older x86-64 level. Yield that name."""
     if request.param == "native":
         yield request.param
@@ -29,7 +35,7 @@ def machine(request, tmp_path_factory):
     if platform.machine() != "x86_64" or MACHINES[request.param] not in build._processor().split():
         pytest.skip(f"this processor cannot do what {request.param} has")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(machine_caches))
         patch.setattr(build, "FLAGS", ("-O1", f"-march={request.param}", *build.FLAGS[2:]))
         patch.setattr(library_module, "_loaded", [])
         load_library()

@@ -1,11 +1,12 @@
-/* Products with packed matrices and attention over pages, against sums in float64. Prints the lanes of a vector, how many
-   numbers were compared, and how many of them are wrong. */
+/* Products with packed and quantised matrices and attention over pages, against sums in float64. Prints the lanes of a
+   vector, how many numbers were compared, how many of them are wrong, and a digest of the quantised products. */
 #include "step.c"
 #include <stdio.h>
 
 enum { BLOCK_TOKENS = 16, NUM_BLOCKS = 8, KEYS = BLOCK_TOKENS * NUM_BLOCKS };
 static uint32_t seed = 1;
 static int64_t num_compared, num_wrong;
+static uint32_t bits_of_quantised = 1;
 
 static void fill(void *row, int64_t count, int type) {
     for (int64_t i = 0; i < count; i++) {
@@ -43,6 +44,56 @@ static void compare_product(int64_t inputs, int64_t outputs, int64_t rows, int t
     free((void *)m.panels);
     free(weight);
     free(x);
+    free(y);
+}
+
+/* Random blocks, with small scales. Decoded numbers are compared with GGUF's in test_quantised_products.py. */
+static void compare_quantised(int type, int64_t inputs, int64_t outputs, int64_t rows, int row_type) {
+    int64_t file_bytes = quantised_row_bytes(type, inputs), panels = (outputs + PANEL - 1) / PANEL;
+    int64_t stride = inputs * 2, block_bytes = quantised_row_bytes(type, is_k(type) ? 8 * BLOCK_INPUTS : BLOCK_INPUTS);
+    uint8_t *file = malloc((size_t)(outputs * file_bytes));
+    seed = (uint32_t)type;
+    for (int64_t i = 0; i < outputs * file_bytes; i++) file[i] = (uint8_t)((seed = seed * 1664525 + 1013904223) >> 24);
+    for (int64_t b = 0; b < outputs * file_bytes; b += block_bytes) {          /* half floats from 2^-13 to 2^-9 */
+        uint8_t *scale = file + b + (type == Q6_K ? 208 : 0);
+        scale[1] = (scale[1] & 15) | 8;
+        if (has_minimum(type)) scale[3] = (scale[3] & 15) | 8;
+    }
+    QuantisedPart part = {0, panels, type, aligned_alloc(64, (size_t)(panels * quantised_panel_bytes(type, inputs)))};
+    Matrix m = {inputs, outputs, 0, 0, row_type, 1.0f, &part, 1};
+    memset(part.panels, 0, (size_t)(panels * quantised_panel_bytes(type, inputs)));
+    int64_t every[64];
+    for (int64_t i = 0; i < outputs; i++) every[i] = i;
+    pack_quantised_rows(&part, inputs, file, every, outputs);
+    char *x = malloc((size_t)(rows * inputs * 4)), *prepared = malloc((size_t)(rows * stride * 4));
+    char *weight = malloc((size_t)(outputs * inputs * 4));
+    float *y = malloc((size_t)(rows * outputs) * sizeof(float));
+    m.type = FLOAT32;
+    decode_quantised_rows(&m, every, outputs, weight);
+    m.type = row_type;
+    fill(x, rows * inputs, row_type);
+    for (int64_t row = 0; row < rows; row++)
+        prepare_row(x + row * inputs * bytes_of(row_type), prepared + row * stride * bytes_of(row_type), inputs,
+                    row_type);
+    Target target = {y, outputs, FLOAT32, 0};
+    multiply(&m, prepared, stride, rows, &target, 0, panels);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t output = 0; output < outputs; output++) {
+            double sum = 0, size = 0;
+            for (int64_t i = 0; i < inputs; i++) {
+                double each = load_one(x, row * inputs + i, row_type) * load_one(weight, output * inputs + i, FLOAT32);
+                sum += each, size += each * each;
+            }
+            uint32_t bits;
+            memcpy(&bits, y + row * outputs + output, 4);
+            bits_of_quantised = bits_of_quantised * 1664525 + bits;
+            compare(sum, y[row * outputs + output], (row_type == FLOAT32 ? 1e-5 : 1e-4) * sqrt(size));
+        }
+    free(part.panels);
+    free(file);
+    free(x);
+    free(prepared);
+    free(weight);
     free(y);
 }
 
@@ -88,7 +139,9 @@ int main(void) {
             for (int64_t rows = 1; rows < 20; rows++) compare_product(shapes[shape][0], shapes[shape][1], rows, type);
         for (int64_t size = 16; size <= 80; size += 16)
             for (int rows = 1; rows <= MAX_QUERY_ROWS; rows += 3) compare_attention(size, rows, type);
+        for (int quantised = 0; quantised < NUM_TYPES; quantised++) compare_quantised(quantised, 512, 21, 7, type);
     }
-    printf("%d lanes, %lld numbers, %lld wrong\n", LANES, (long long)num_compared, (long long)num_wrong);
+    printf("%d lanes, %lld numbers, %lld wrong, bits of quantised products %08x\n", LANES, (long long)num_compared,
+           (long long)num_wrong, bits_of_quantised);
     return num_wrong != 0;
 }

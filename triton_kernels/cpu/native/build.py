@@ -33,9 +33,10 @@ _V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 # Machine -> (name, options of the compiler, instruction sets in /proc/cpuinfo) of the libraries in a wheel, best first.
 LEVELS = {
-    "x86_64": (("amx", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-                (*_V4, "avx512_bf16", "amx_tile", "amx_bf16")),
-               ("avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), (*_V4, "avx512_bf16")),
+    "x86_64": (("amx", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+                (*_V4, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")),
+               ("avx512bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+                (*_V4, "avx512_vnni", "avx512_bf16")),
                ("v4", ("-march=x86-64-v4",), _V4), ("v3", ("-march=x86-64-v3",), _V3),
                ("v2", ("-march=x86-64-v2",), ("ssse3", "sse4_1", "sse4_2", "popcnt", "cx16"))),
     "aarch64": (("v8", ("-march=armv8-a",), ("asimd",)),)}

@@ -13,19 +13,28 @@ from .build import CannotBuildError, built_library
 
 PANEL, INPUTS_ALIGNED = 16, 32
 (RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK,
- EXPAND_ADD) = range(10)           # kinds in step.c
+ EXPAND_ADD, PREPARE) = range(11)  # kinds in step.c
 PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")      # in the order of quantised.h
+
+
+class QuantisedPart(ctypes.Structure):
+    """The structure `QuantisedPart` of matrix.h."""
+
+    _fields_ = [("first_panel", ctypes.c_int64), ("end_panel", ctypes.c_int64), ("type", ctypes.c_int64),
+                ("panels", ctypes.c_void_p)]
 
 
 class Matrix(ctypes.Structure):
-    """The structure `Matrix` of products.h."""
+    """The structure `Matrix` of matrix.h."""
 
     _fields_ = [("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("panels", ctypes.c_void_p),
-                ("bias", ctypes.c_void_p), ("type", ctypes.c_int)]
+                ("bias", ctypes.c_void_p), ("type", ctypes.c_int), ("factor", ctypes.c_float),
+                ("parts", ctypes.c_void_p), ("num_parts", ctypes.c_int64)]
 
 
 class Cache(ctypes.Structure):
@@ -57,8 +66,8 @@ ADAPTER_TILE = np.dtype([("first_row", np.int32), ("end_row", np.int32), ("pages
 ROWS_PER_TILE = 32
 
 
-def address(structure: ctypes.Structure) -> int:
-    """Return the address of a structure, which is valid while the structure is alive."""
+def address(structure: ctypes.Structure | ctypes.Array[Any]) -> int:
+    """Return the address of a structure or an array of structures, which is valid while the structure is alive."""
     return ctypes.addressof(structure)
 
 
@@ -114,6 +123,9 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "processor_nanoseconds": ([], number),
         "pack_matrix": ([pointer, pointer, number, number], None),
         "philox_words": ([pointer, pointer, pointer, pointer, number, number, number, pointer], None),
+        "quantised_panel_bytes": ([ctypes.c_int, number], number),
+        "pack_quantised_rows": ([pointer, number, pointer, pointer, number], None),
+        "decode_quantised_rows": ([pointer, pointer, number, pointer], ctypes.c_int),
     }
     try:
         library = built_library(list(functions), check_interruption)

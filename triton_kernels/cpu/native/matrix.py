@@ -1,4 +1,6 @@
-"""A weight matrix, packed in the layout that the compiled C code for matrix products reads."""
+"""Weight matrices in the layouts that the compiled C code for matrix products reads."""
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -8,49 +10,51 @@ from .library import (
     INPUTS_ALIGNED,
     OPERATION_NUMBERS,
     PANEL,
+    PREPARE,
     PRODUCT,
+    QUANTISED_TYPES,
     TYPES,
     Matrix,
+    QuantisedPart,
     Step,
     address,
     load_library,
 )
 
+BLOCK = 32                          # inputs of a quantised block
+ROW_BLOCK_BYTES = 24                # of RowBlock in quantised.h
 
-class PackedMatrix:
-    """A copy of a weight W [outputs, inputs], in panels of 16 outputs, and of a bias b [outputs] or None.
+
+class PanelMatrix:
+    """A weight W [outputs, inputs] in panels of 16 outputs, and a bias b [outputs] or None. The base of this module.
 
     Only one thread at a time may call its methods.
 
-    type      number of the dtype of W in vectors.h
+    dtype     of the rows that are multiplied
+    type      number of the dtype in vectors.h
     address   address of the `Matrix` structure that the compiled code reads
     Raises    CannotCompileError if the library cannot be built; MemoryError
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
         self._library = load_library()
-        self.outputs, self.inputs = weight.shape
-        self.dtype, self.type = weight.dtype, TYPES[weight.dtype]
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        padded = -(-self.inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
-        self._panels = allocate_shared(-(-self.outputs // PANEL) * PANEL * padded * weight.itemsize)
+        self.outputs, self.inputs, self.dtype, self.type = outputs, inputs, dtype, TYPES[dtype]
+        self._padded = -(-inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
-        self._matrix = Matrix(padded, self.outputs, self._panels.ctypes.data,
-                              None if bias is None else self._bias.data_ptr(), self.type)
+        self._matrix = Matrix(inputs=self._padded, outputs=outputs, type=self.type, factor=1.0,
+                              bias=None if self._bias is None else self._bias.data_ptr())
         self.address = address(self._matrix)
-        self._library.pack_matrix(self.address, weight.data_ptr(), self.inputs, weight.stride(0))
-
-        self._registers = np.zeros(2, np.uintp)
+        self._registers = np.zeros(3, np.uintp)
         self._step = Step(registers=self._registers.ctypes.data, type=self.type)
-        self._operation = np.zeros(OPERATION_NUMBERS, np.int64)
-        self._operation[:8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
+        self._operation = np.zeros((1, OPERATION_NUMBERS), np.int64)
+        self._operation[0, :8] = PRODUCT, 0, 0, 0, 1, 0, 0, self.address
 
     def multiply(self, x: torch.Tensor, dtype: torch.dtype | None = None, threads: int | None = None) -> torch.Tensor:
         """Return x W^T + b [T, outputs] for x [T, inputs], accumulated in float32.
 
-        dtype    dtype of the result; None: dtype of W
+        dtype    dtype of the result; None: that of the rows
         threads  number of threads; None: torch.get_num_threads()
-        Raises   ValueError if x does not have the width and dtype of W
+        Raises   ValueError if x does not have the width and dtype of the rows
         """
         result = torch.empty((len(x), self.outputs), dtype=dtype or self.dtype, device="cpu")
         return self._run(x, result, adds=False, threads=threads)
@@ -61,9 +65,9 @@ class PackedMatrix:
         Ties: the lowest index. The value is NaN if any value of the row is NaN.
 
         threads  number of threads; None: torch.get_num_threads()
-        Raises   ValueError if x does not have the width and dtype of W; MemoryError
+        Raises   ValueError if x does not have the width and dtype of the rows; MemoryError
         """
-        x = self._rows(x)
+        x = self._prepared(self._rows(x), threads)
         indices = torch.empty(len(x), dtype=torch.int64, device="cpu")
         largest = torch.empty(len(x), dtype=torch.float32, device="cpu")
         if len(x) and self._library.largest_outputs_of(
@@ -82,24 +86,120 @@ class PackedMatrix:
         return self._run(x, residual, adds=True)
 
     def _run(self, x: torch.Tensor, result: torch.Tensor, adds: bool, threads: int | None = None) -> torch.Tensor:
-        x = self._rows(x)
-        if len(x) == 0:
-            return result
-        operation = self._operation
+        x = self._prepared(self._rows(x), threads)
+        operation = self._operation[0]
         operation[2], operation[5], operation[8] = x.stride(0), result.stride(0), adds
         operation[9] = TYPES[result.dtype]
         self._registers[0], self._registers[1] = x.data_ptr(), result.data_ptr()
-        self._step.rows = len(x)
-        self._library.run_step(address(self._step), operation.ctypes.data, 1, threads or torch.get_num_threads())
+        self._start(len(x), self._operation, threads)
         return result
+
+    def _start(self, rows: int, operations: np.ndarray, threads: int | None) -> None:
+        if rows:
+            self._step.rows = rows
+            self._library.run_step(address(self._step), operations.ctypes.data, len(operations),
+                                   threads or torch.get_num_threads())
+
+    def _prepared(self, x: torch.Tensor, threads: int | None) -> torch.Tensor:
+        """Return x [T, inputs] in the form that products read."""
+        return x
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return x with contiguous rows, padded with zeros to a multiple of INPUTS_ALIGNED columns.
 
-        Raises   ValueError if x does not have the width and dtype of W
+        Raises   ValueError if x does not have the width and dtype of the rows
         """
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.inputs:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; expected {self.dtype} [rows, {self.inputs}]")
-        if self.inputs % INPUTS_ALIGNED:
-            return torch.nn.functional.pad(x, (0, self._matrix.inputs - self.inputs))
+        if self.inputs != self._padded:
+            return torch.nn.functional.pad(x, (0, self._padded - self.inputs))
         return x if x.stride(1) == 1 else x.contiguous()
+
+
+class PackedMatrix(PanelMatrix):
+    """A copy of a weight W [outputs, inputs], and of a bias b [outputs] or None. See PanelMatrix."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(*weight.shape, weight.dtype, bias)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self._panels = allocate_shared(-(-self.outputs // PANEL) * PANEL * self._padded * weight.itemsize)
+        self._matrix.panels = self._panels.ctypes.data
+        self._library.pack_matrix(self.address, weight.data_ptr(), self.inputs, weight.stride(0))
+
+
+class QuantisedPanels:
+    """A weight W [outputs, inputs] in the blocks of a GGUF file, repacked; see quantised.h.
+
+    types   (type of QUANTISED_TYPES, number of outputs) of consecutive ranges of outputs. Each range but the last has a
+            multiple of 16 outputs
+    inputs  a multiple of 32, in K types of 256
+    rows    all rows of the file, some at a time: outputs [some] int64 of one range, in any order, and the rows
+            [some, bytes of a row] uint8
+
+    num_bytes   size of the panels
+    Raises      CannotCompileError if the library cannot be built; MemoryError
+    """
+
+    def __init__(self, types: Sequence[tuple[str, int]], inputs: int, rows: Iterable[tuple[np.ndarray, np.ndarray]]
+                 ) -> None:
+        library = load_library()
+        self.outputs, self.inputs = sum(count for _, count in types), inputs
+        self.parts, self._memory, first = (QuantisedPart * len(types))(), [], 0
+        for part, (kind, count) in zip(self.parts, types):
+            number, panels = QUANTISED_TYPES.index(kind), -(-count // PANEL)
+            memory = allocate_shared(panels * library.quantised_panel_bytes(number, inputs))
+            part.first_panel, part.end_panel, part.type, part.panels = (
+                first, first + panels, number, memory.ctypes.data)
+            self._memory.append(memory)
+            first += panels
+        self.num_bytes = sum(len(memory) for memory in self._memory)
+        starts = np.array([part.first_panel for part in self.parts]) * PANEL
+        for outputs, data in rows:
+            part = self.parts[int(np.searchsorted(starts, outputs[0], "right")) - 1]
+            outputs, data = np.ascontiguousarray(outputs, np.int64), np.ascontiguousarray(data)
+            library.pack_quantised_rows(address(part), inputs, data.ctypes.data, outputs.ctypes.data, len(outputs))
+
+
+class QuantisedMatrix(PanelMatrix):
+    """Products with quantised panels, and a bias b [outputs] or None. See PanelMatrix.
+
+    Products are exact up to the rounding of float32, see quantised.h. The bits of a row depend on that row alone.
+
+    panels   of W, which several matrices can share
+    factor   on x W^T
+    """
+
+    def __init__(self, panels: QuantisedPanels, dtype: torch.dtype, bias: torch.Tensor | None = None,
+                 factor: float = 1.0) -> None:
+        super().__init__(panels.outputs, panels.inputs, dtype, bias)
+        self.panels = panels
+        self._matrix.parts, self._matrix.num_parts = address(panels.parts), len(panels.parts)
+        self._matrix.factor = factor
+        self.prepared_entries = prepared_entries(panels.inputs, dtype)
+        self._prepare = np.zeros((1, OPERATION_NUMBERS), np.int64)
+        self._prepare[0, :8] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, panels.inputs
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return rows of W, outputs [T] int64, as a new tensor [T, inputs] in the dtype of the rows.
+
+        Raises   IndexError if an output is not one of the matrix
+        """
+        outputs = outputs.contiguous()
+        result = torch.empty((len(outputs), self.inputs), dtype=self.dtype, device="cpu")
+        if self._library.decode_quantised_rows(self.address, outputs.data_ptr(), len(outputs), result.data_ptr()):
+            raise IndexError(f"outputs are {int(outputs.min())} to {int(outputs.max())}; expected 0 to "
+                             f"{self.outputs - 1}")
+        return result
+
+    def _prepared(self, x: torch.Tensor, threads: int | None) -> torch.Tensor:
+        result = torch.empty((len(x), self.prepared_entries), dtype=self.dtype, device="cpu")
+        self._prepare[0, 2] = x.stride(0)
+        self._registers[0], self._registers[2] = x.data_ptr(), result.data_ptr()
+        self._start(len(x), self._prepare, threads)
+        return result
+
+
+def prepared_entries(inputs: int, dtype: torch.dtype) -> int:
+    """Return the number of entries of `dtype` that a prepared row takes, see quantised.h."""
+    word_bytes = 2 * (2 if dtype == torch.float32 else 1)
+    return -(-(inputs * word_bytes + inputs // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize)

@@ -4,17 +4,9 @@
    each of 16 outputs, as both vdpbf16ps and AMX tiles expect. A float32 panel is [inputs][16]. Inputs are padded with
    zeros to a multiple of 32. Rows of x are read up to this multiple, so the memory after their end must be finite. */
 #pragma once
+#include "matrix.h"
+#include "quantised.h"
 #include "tiles.h"
-
-#define PANEL 16
-#define INPUTS_ALIGNED 32
-
-typedef struct {
-    int64_t inputs, outputs;          /* inputs: padded */
-    const void *panels;
-    const float *bias;                /* NULL: none */
-    int type;
-} Matrix;
 
 /* Prefetch distance in a matrix: the hardware prefetcher stays within a page of 4 KiB. */
 #define AHEAD_BYTES 2048
@@ -22,37 +14,7 @@ typedef struct {
 /* Maximum number of panels of a piece of work. */
 #define MAX_PANELS_PER_PIECE 8
 
-INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_bytes(const Matrix *m) { return m->inputs * PANEL * bytes_of(m->type); }
-
-/* The result y. */
-typedef struct {
-    void *rows;                       /* row r starts at entry r * stride */
-    int64_t stride;
-    int type;
-    int adds;                         /* add to y instead of overwriting it */
-} Target;
-
-/* Write LANES sums of a row to y, starting at output `first`. */
-INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t first, floats sums) {
-    int64_t left = m->outputs - first;
-    void *y = (char *)t->rows + row * t->stride * bytes_of(t->type);
-    if (left >= LANES) {
-        if (m->bias) sums += *(const floats *)(m->bias + first);
-        if (t->adds) sums += load(y, first, t->type);
-        store(y, first, sums, t->type);
-        return;
-    }
-    for (int64_t i = 0; i < left; i++) {
-        float value = sums[i];
-        if (m->bias) value += m->bias[first + i];
-        if (t->adds) value += load_one(y, first + i, t->type);
-        store_one(y, first + i, value, t->type);
-    }
-}
-
-/* Vectors per panel. */
-#define PARTS (PANEL / LANES)
 
 /* A range of inputs. Between ranges, `sums` [rows][OUTPUTS_PER_PIECE] holds the partial sums. */
 typedef struct {
@@ -244,9 +206,14 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
         for (; panel < end; panel++) TYPE##_single[count](m, X, STRIDE, SLICE, t, row, panel, panel - first);         \
     }
 
-/* Multiply all rows with the panels first .. end - 1, at most MAX_PANELS_PER_PIECE. x has the type of the matrix. */
+/* Multiply all rows with the panels first .. end - 1, at most MAX_PANELS_PER_PIECE. x has the type of the matrix; for a
+   quantised one, its rows are prepared. */
 static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t, int64_t first,
                      int64_t end) {
+    if (m->parts) {
+        multiply_quantised(m, x, stride, rows, t, first, end);
+        return;
+    }
 #if defined(HAS_TILES)
     if (m->type == BFLOAT16 && rows >= MIN_ROWS_FOR_TILES && may_use_tiles()) {
         multiply_in_tiles(m, x, stride, rows, t, first, end);

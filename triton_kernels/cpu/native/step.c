@@ -18,7 +18,7 @@
 /* Kinds of operations. An operation is its kind in number[0], then its arguments, which are listed where the kind is
    executed. A view takes three numbers: register, entries between rows, first entry. */
 enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK, EXPAND_ADD,
-       LARGEST };
+       PREPARE, LARGEST };
 #define OPERATION_NUMBERS 24
 
 typedef struct {
@@ -309,6 +309,13 @@ static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t en
         View from = view_at(s, n + 1), to = view_at(s, n + 4);
         for (int64_t row = first; row < end; row++)
             activate_row(row_at(from, row, type), row_at(to, row, type), n[7], (int)n[8], (int)n[9], type);
+        break;
+    }
+    case PREPARE: {
+        /* from[1..3], to[4..6], size 7 */
+        View from = view_at(s, n + 1), to = view_at(s, n + 4);
+        for (int64_t row = first; row < end; row++)
+            prepare_row(row_at(from, row, type), row_at(to, row, type), n[7], type);
         break;
     }
     case ROTATE_AND_APPEND:

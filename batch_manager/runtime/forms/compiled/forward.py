@@ -26,7 +26,7 @@ from ....triton_kernels.cpu.native.library import (
     address,
     load_library,
 )
-from ....triton_kernels.cpu.native.matrix import PackedMatrix
+from ....triton_kernels.cpu.native.matrix import PanelMatrix
 from ...adapters.port import LoraPort, Segment
 from ...packing import ModelCall
 from ...parts import DeviceParts
@@ -129,9 +129,9 @@ class CompiledForward:
 
 
 class CompiledHead:
-    """Multiplies with the packed matrix of a model's head, on the threads that `governor` chose last. See Head."""
+    """Multiplies with the matrix of a model's head, on the threads that `governor` chose last. See Head."""
 
-    def __init__(self, matrix: PackedMatrix, governor: ThreadGovernor) -> None:
+    def __init__(self, matrix: PanelMatrix, governor: ThreadGovernor) -> None:
         self._matrix, self._governor = matrix, governor
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

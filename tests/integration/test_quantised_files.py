@@ -1,0 +1,65 @@
+"""A GGUF file runs from its own blocks, with the greedy tokens of transformers on the decoded weights."""
+
+import pytest
+import torch
+
+from batch_manager import KvCacheConfig
+from batch_manager.models import load_model
+from batch_manager.tools.inspect import described, inspect_model
+from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from tests.integration.greedy_model import GreedyModel
+from tests.integration.test_same_tokens_as_transformers import FUSED, MAX, SPLIT, V1, prompts_of, run
+from tests.models.conftest import make_reference
+from tests.models.gguf_writing import write_gguf
+
+WIDE = {"hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 2, "vocab_size": 203}
+
+
+class Reference(GreedyModel):
+    vocab_size = WIDE["vocab_size"]
+
+    def __init__(self, folder, family, kind, **options):
+        super().__init__()
+        self.folder = folder / "model.gguf"
+        self.model = write_gguf(make_reference(family, **WIDE, **options), self.folder, family, kind)
+
+    def likeliest(self, tokens):
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
+
+
+@pytest.fixture(autouse=True)
+def library():
+    try:
+        load_library()
+    except CannotCompileError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("family", "kind", "options"), [
+    ("Llama", "Q4_0", {"tie_word_embeddings": True}), ("Llama", "Q4_1", {}), ("Gemma2", "Q8_0", {"head_dim": 32})])
+def test_tokens_are_those_of_transformers_alone_and_in_batches(make_manager, new_client, new_request, tmp_path, family,
+                                                               kind, options):
+    reference = Reference(tmp_path, family, kind, **options)
+    prompts = prompts_of(reference.vocab_size, [1, 2, 15, 16, 33, 70, 5, 9, 64, 31])
+    for engine in ({"max_batch_size": 1}, {"max_batch_size": 8, "model_type": SPLIT}, {"model_type": V1},
+                   {"model_type": FUSED, "enable_chunked_context": True, "max_num_tokens": 48, "policy": MAX,
+                    "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=16 * 16,
+                                                     enable_block_reuse=True)}):
+        options = {"kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=2048), **engine}
+        records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 6 + i % 5, **options)
+        if engine.get("model_type") != V1:
+            assert records[-1]["Compiled Steps"] > 0 and not records[-1]["Packed Steps"]
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_weights_take_the_bytes_of_the_file(tmp_path, ties):
+    reference = Reference(tmp_path, "Llama", "Q4_0", tie_word_embeddings=ties)
+    loaded = load_model(reference.folder, device="cpu", compiled_step=True)
+    assert loaded.weight_bytes < 1.02 * reference.folder.stat().st_size
+    facts = inspect_model(reference.folder, device="cpu")
+    assert facts["weight_bytes"] == loaded.weight_bytes and facts["kept_types"] == ["Q4_0"]
+    assert "; matrices in Q4_0 keep the file's blocks" in described(facts)
+    for dtype in ("float32", "float16"):                   # float16 has no compiled steps
+        decoded = load_model(reference.folder, device="cpu", dtype=dtype)
+        assert decoded.weight_bytes > 3 * loaded.weight_bytes

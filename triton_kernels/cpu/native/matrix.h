@@ -1,0 +1,53 @@
+/* A weight matrix in panels of 16 outputs, and where a product goes. */
+#pragma once
+#include "vectors.h"
+
+#define PANEL 16
+#define INPUTS_ALIGNED 32
+
+/* Vectors per panel. */
+#define PARTS (PANEL / LANES)
+
+/* Adjacent panels in the blocks of one type, see quantised.h. */
+typedef struct {
+    int64_t first_panel, end_panel, type;
+    uint8_t *panels;                  /* of first_panel */
+} QuantisedPart;
+
+typedef struct {
+    int64_t inputs, outputs;          /* inputs: padded to a multiple of INPUTS_ALIGNED */
+    const void *panels;               /* of a matrix of numbers, see products.h */
+    const float *bias;                /* NULL: none */
+    int type;                         /* of the numbers, or of the rows that a quantised matrix multiplies */
+    float factor;                     /* on the products of a quantised matrix, before the bias */
+    const QuantisedPart *parts;       /* of a quantised matrix; NULL: a matrix of numbers */
+    int64_t num_parts;
+} Matrix;
+
+INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }
+
+/* The result y. */
+typedef struct {
+    void *rows;                       /* row r starts at entry r * stride */
+    int64_t stride;
+    int type;
+    int adds;                         /* add to y instead of overwriting it */
+} Target;
+
+/* Write LANES sums of a row to y, starting at output `first`. */
+INLINE void finish(const Matrix *m, const Target *t, int64_t row, int64_t first, floats sums) {
+    int64_t left = m->outputs - first;
+    void *y = (char *)t->rows + row * t->stride * bytes_of(t->type);
+    if (left >= LANES) {
+        if (m->bias) sums += *(const floats *)(m->bias + first);
+        if (t->adds) sums += load(y, first, t->type);
+        store(y, first, sums, t->type);
+        return;
+    }
+    for (int64_t i = 0; i < left; i++) {
+        float value = sums[i];
+        if (m->bias) value += m->bias[first + i];
+        if (t->adds) value += load_one(y, first + i, t->type);
+        store_one(y, first + i, value, t->type);
+    }
+}

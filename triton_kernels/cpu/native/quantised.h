@@ -1,0 +1,493 @@
+/* y = x W^T for a matrix W in the blocks of a GGUF file. Nothing of W is rounded.
+
+   A block has 32 inputs of an output: whole numbers, the levels, and a scale. Types with a minimum add it to each
+   level times scale. A panel has the blocks of 16 outputs. Their scales fill a line of 64 bytes: those of two blocks,
+   or those and the minima of one. The levels of these blocks follow. In K types, scales are bytes, and their factors,
+   which eight blocks share, follow all blocks.
+
+   Levels are stored as lines of [16 outputs][2 words]. The inputs 2p and 2p + 1 are pair p of a block: its words are
+     4 bits     nibble p % 4 of line p / 4
+     5 bits     the nibble, and bit p of one more line
+     6 bits     the nibble, and bits 2 (p % 8) and 2 (p % 8) + 1 of one of two more lines, p / 8
+     8 bits     byte p % 2 of line p / 2
+
+   Rows of x are prepared: in each block of 32 numbers, fixed point with 15 bits and a sign, and the power of two that
+   this needs. A bfloat16 number is rounded only if it is below 1/128 of the largest of its block. For float32, a second
+   word has the rest. A product of a block is a sum of whole numbers, which has no order. So the bits of a row of y do
+   not depend on the other rows, the number of threads or the instruction set. Each result is
+     sum = fma(block, scale of W * scale of x, sum)
+     sum = fma(minimum, sum of x in the block, sum)        in types with a minimum
+   over the blocks in ascending order, where block is fma(second, 2^-15, first) for two words. */
+#pragma once
+#include "matrix.h"
+
+#define BLOCK_INPUTS 32
+#define BLOCKS_OF_A_FACTOR 8
+#define PREFETCHED_AHEAD 8192         /* bytes: the hardware prefetcher stops at the end of a page */
+
+/* Types, numbered as in Python. */
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, NUM_TYPES };
+
+INLINE int is_k(int type) { return type >= Q4_K; }
+INLINE int has_minimum(int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
+INLINE int level_bits(int type) {
+    return type == Q8_0 ? 8 : type == Q6_K ? 6 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 5 : 4;
+}
+/* What is subtracted from stored levels. */
+INLINE int offset_of(int type) { return type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0; }
+INLINE int scales_per_block(int type) { return type == Q6_K ? 2 : 1; }
+INLINE int level_bytes(int type) { return level_bits(type) * LINE_BYTES; }
+INLINE int scale_bytes(int type) { return type == Q4_1 || type == Q5_1 ? LINE_BYTES : LINE_BYTES / 2; }
+INLINE int blocks_per_line(int type) { return LINE_BYTES / scale_bytes(type); }
+INLINE int factor_bytes(int type) { return !is_k(type) ? 0 : has_minimum(type) ? LINE_BYTES : LINE_BYTES / 2; }
+INLINE int64_t group_bytes(int type) { return LINE_BYTES + blocks_per_line(type) * level_bytes(type); }
+INLINE int64_t scales_at(int type, int64_t block) {
+    return block / blocks_per_line(type) * group_bytes(type) + block % blocks_per_line(type) * scale_bytes(type);
+}
+INLINE int64_t levels_at(int type, int64_t block) {
+    return block / blocks_per_line(type) * group_bytes(type) + LINE_BYTES
+           + block % blocks_per_line(type) * level_bytes(type);
+}
+INLINE int64_t factors_at(int type, int64_t blocks) {
+    return (blocks + blocks_per_line(type) - 1) / blocks_per_line(type) * group_bytes(type);
+}
+
+int64_t quantised_panel_bytes(int type, int64_t inputs) {
+    int64_t factors = (inputs / BLOCK_INPUTS + BLOCKS_OF_A_FACTOR - 1) / BLOCKS_OF_A_FACTOR * factor_bytes(type);
+    return (factors_at(type, inputs / BLOCK_INPUTS) + factors + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+}
+
+INLINE float from_half(uint16_t half) {
+    uint32_t size = (uint32_t)(half & 0x7fff) << 13, bits;
+    float value;
+    memcpy(&value, &size, 4);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, 4);
+    if ((half & 0x7c00) == 0x7c00) bits = size | 0x7f800000;
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE floats from_halves(const void *from) {
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(from));
+#elif LANES == 8
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128(from));
+#else
+    words half = __builtin_convertvector(*(const halves *)from, words), size = (half & 0x7fff) << 13;
+    words bits = (words)((floats)size * 0x1p112f), is_special = (words)((half & 0x7c00) == 0x7c00);
+    return (floats)((bits & ~is_special) | ((size | 0x7f800000) & is_special) | (half & 0x8000) << 16);
+#endif
+}
+
+typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef int8_t signed_bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint16_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int16_t signed_pairs __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* a * b + c, rounded once. */
+INLINE floats fused(floats a, floats b, floats c) {
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < LANES; lane++) c[lane] = fmaf(a[lane], b[lane], c[lane]);
+    return c;
+#endif
+}
+
+/* sums + the products of two words of x with the pairs of words of W. */
+INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
+#if defined(__AVX512VNNI__)
+    return (integers)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+#elif LANES == 16 && defined(__AVX512BW__)
+    return sums + (integers)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif LANES == 8
+    return sums + (integers)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__SSE2__)
+    typedef int16_t eight __attribute__((vector_size(16)));
+    return sums + (integers)__builtin_ia32_pmaddwd128((eight)w, (eight)x);
+#else
+    return sums + ((integers)((words)w << 16) >> 16) * ((integers)((words)x << 16) >> 16)
+           + ((integers)w >> 16) * (x >> 16);
+#endif
+}
+
+/* ---------------------------------------------------------------- rows of x */
+
+/* A block of a prepared row. The words of all blocks come before the first of these. */
+typedef struct {
+    float scale;                      /* of the first words; NaN if a number of the block is not finite */
+    float total;                      /* sum of the numbers */
+    int32_t sums[2][2];               /* sums of the first and the second words, of each half of the block */
+} RowBlock;
+
+INLINE int words_per_number(int type) { return type == FLOAT32 ? 2 : 1; }
+
+typedef struct {
+    const int16_t *words[2];
+    const RowBlock *blocks;
+} PreparedRow;
+
+INLINE PreparedRow prepared_row(const void *row, int64_t inputs, int type) {
+    const int16_t *first = (const int16_t *)row;
+    return (PreparedRow){{first, first + inputs}, (const RowBlock *)(first + words_per_number(type) * inputs)};
+}
+
+INLINE floats rounded(floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+INLINE int32_t sum_of(integers v) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += v[lane];
+    return total;
+#endif
+}
+
+/* Prepare a row of `inputs` numbers. */
+INLINE void prepare_row(const void *x, void *to, int64_t inputs, int type) {
+    PreparedRow row = prepared_row(to, inputs, type);
+    for (int64_t b = 0; b < inputs / BLOCK_INPUTS; b++) {
+        RowBlock *block = (RowBlock *)row.blocks + b;
+        words most = {};
+        for (int i = 0; i < BLOCK_INPUTS; i += LANES) {
+            words size = (words)load(x, b * BLOCK_INPUTS + i, type) & 0x7fffffff, is_larger = (words)(size > most);
+            most = (size & is_larger) | (most & ~is_larger);
+        }
+        uint32_t top = most[0];
+        for (int lane = 1; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
+        int exponent = (int)(top >> 23) - 127;
+        if (exponent < -100) exponent = -100;              /* no scale and no product with one is denormal */
+        float scale = NAN, factor = 0, smallest = 0;
+        if (top < 0x7f800000) {
+            uint32_t up = (uint32_t)(14 - exponent + 127) << 23, down = (uint32_t)(exponent - 14 + 127) << 23;
+            memcpy(&factor, &up, 4);
+            memcpy(&scale, &down, 4);
+        }
+        smallest = type == FLOAT32 ? scale * 0x1p-15f : scale;
+        int64_t total = 0;
+        for (int half = 0; half < 2; half++) {
+            integers first_sum = {}, second_sum = {};
+            for (int i = half * BLOCK_INPUTS / 2; i < (half + 1) * BLOCK_INPUTS / 2; i += LANES) {
+                floats v = load(x, b * BLOCK_INPUTS + i, type) * factor, first = rounded(v);
+                first = -larger(-larger(first, all(-32767.0f)), all(-32767.0f));
+                integers whole = __builtin_convertvector(first, integers);
+                *(shorts *)(row.words[0] + b * BLOCK_INPUTS + i) = __builtin_convertvector(whole, shorts);
+                first_sum += whole;
+                if (type != FLOAT32) continue;
+                whole = __builtin_convertvector(rounded((v - first) * 0x1p15f), integers);
+                *(shorts *)(row.words[1] + b * BLOCK_INPUTS + i) = __builtin_convertvector(whole, shorts);
+                second_sum += whole;
+            }
+            block->sums[0][half] = sum_of(first_sum);
+            block->sums[1][half] = sum_of(second_sum);
+            total += type == FLOAT32 ? ((int64_t)block->sums[0][half] << 15) + block->sums[1][half]
+                                     : block->sums[0][half];
+        }
+        block->scale = scale;
+        block->total = (float)total * smallest;
+    }
+}
+
+/* ---------------------------------------------------------------- products */
+
+INLINE pairs line(const uint8_t *from) { return *(const pairs *)from; }
+INLINE pairs shifted(pairs w, int right) { return right >= 0 ? w >> right : w << -right; }
+
+/* The levels of pair p of LANES outputs, as stored. */
+INLINE pairs levels_of(int type, const uint8_t *levels, int p) {
+    if (type == Q8_0) {
+        signed_pairs both = (signed_pairs)line(levels + p / 2 * LINE_BYTES);
+        return (pairs)((p % 2 ? both : (signed_pairs)((pairs)both << 8)) >> 8);
+    }
+    pairs w = shifted(line(levels + p / 4 * LINE_BYTES), p % 4 * 4);
+    if (p % 4 < 3 || level_bits(type) > 4) w &= 15;
+    if (level_bits(type) == 5) w |= shifted(line(levels + 4 * LINE_BYTES), p - 4) & 16;
+    if (level_bits(type) == 6) w |= shifted(line(levels + (4 + p / 8) * LINE_BYTES), p % 8 * 2 - 4) & 48;
+    return w;
+}
+
+typedef struct { floats scale[2], minimum; } Scales;
+
+/* The scales of a block of LANES outputs. `scales` and `factors` point to those of the first of these outputs. */
+INLINE Scales scales_of(int type, const uint8_t *scales, const uint8_t *factors) {
+    Scales s = {};
+    if (!is_k(type)) {
+        s.scale[0] = from_halves(scales);
+        if (has_minimum(type)) s.minimum = from_halves(scales + LINE_BYTES / 2);
+        return s;
+    }
+    floats factor = from_halves(factors);
+    if (type == Q6_K) {
+        for (int half = 0; half < 2; half++)
+            s.scale[half] = factor * __builtin_convertvector(*(const signed_bytes *)(scales + half * PANEL), floats);
+        return s;
+    }
+    s.scale[0] = factor * __builtin_convertvector(*(const bytes *)scales, floats);
+    s.minimum = -from_halves(factors + LINE_BYTES / 2)
+                * __builtin_convertvector(*(const bytes *)(scales + PANEL), floats);
+    return s;
+}
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+/* Multiply R rows with a panel. */
+INLINE void multiply_panel(const int type, const int R, const int row_type, const Matrix *m, const QuantisedPart *part,
+                           const char *x, int64_t row_bytes, const Target *t, int64_t row, int64_t panel) {
+    const int num_words = words_per_number(row_type);
+    const int64_t blocks = m->inputs / BLOCK_INPUTS;
+    const uint8_t *start = part->panels + (panel - part->first_panel) * quantised_panel_bytes(type, m->inputs);
+    PreparedRow from[8];
+    for (int r = 0; r < R; r++) from[r] = prepared_row(x + r * row_bytes, m->inputs, row_type);
+    for (int v = 0; v < PARTS; v++) {
+        floats sums[8];
+        UNROLLED for (int r = 0; r < R; r++) sums[r] = all(0);
+        for (int64_t b = 0; b < blocks; b++) {
+            const uint8_t *levels = start + levels_at(type, b);
+            if (v == 0) {
+                UNROLLED for (int i = 0; i < level_bits(type); i++)
+                    prefetch_soon(levels + i * LINE_BYTES + PREFETCHED_AHEAD);
+                if (b % blocks_per_line(type) == 0) prefetch_soon(levels - LINE_BYTES + PREFETCHED_AHEAD);
+            }
+            levels += v * LANES * 4;
+            const int lane_bytes = is_k(type) ? 1 : 2;
+            Scales s = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes,
+                                 start + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type)
+                                 + v * LANES * 2);
+            UNROLLED for (int half = 0; half < scales_per_block(type); half++) {
+                integers found[8][2];
+                UNROLLED for (int r = 0; r < R; r++)
+                    UNROLLED for (int w = 0; w < num_words; w++) {
+                        const int32_t *sum = from[r].blocks[b].sums[w];
+                        found[r][w] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
+                            scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
+                    }
+                const int count = BLOCK_INPUTS / 2 / scales_per_block(type);
+                UNROLLED for (int p = half * count; p < (half + 1) * count; p++) {
+                    pairs weights = levels_of(type, levels, p);
+                    UNROLLED for (int r = 0; r < R; r++)
+                        UNROLLED for (int w = 0; w < num_words; w++) {
+                            int32_t two;
+                            memcpy(&two, from[r].words[w] + b * BLOCK_INPUTS + 2 * p, 4);
+                            found[r][w] = add_word_pairs(found[r][w], weights, all_integers(two));
+                        }
+                }
+                UNROLLED for (int r = 0; r < R; r++) {
+                    floats total = __builtin_convertvector(found[r][0], floats);
+                    if (num_words == 2)
+                        total = fused(__builtin_convertvector(found[r][1], floats), all(0x1p-15f), total);
+                    sums[r] = fused(total, s.scale[half] * from[r].blocks[b].scale, sums[r]);
+                }
+            }
+            if (has_minimum(type))
+                UNROLLED for (int r = 0; r < R; r++)
+                    sums[r] = fused(s.minimum, all(from[r].blocks[b].total), sums[r]);
+        }
+        for (int r = 0; r < R; r++) finish(m, t, row + r, panel * PANEL + v * LANES, sums[r] * m->factor);
+    }
+}
+
+/* Kernels: as many rows at a time as fit into registers. */
+typedef void (*PanelKernel)(const Matrix *, const QuantisedPart *, const char *, int64_t, const Target *, int64_t,
+                            int64_t);
+#define PANEL_KERNEL(TYPE, R, ROWS)                                                                                   \
+    static void TYPE##_##R##_##ROWS(const Matrix *m, const QuantisedPart *part, const char *x, int64_t row_bytes,     \
+                                    const Target *t, int64_t row, int64_t panel) {                                    \
+        multiply_panel(TYPE, R, ROWS, m, part, x, row_bytes, t, row, panel);                                          \
+    }
+#if LANES == 16
+#define PANEL_KERNELS(TYPE)                                                                                           \
+    PANEL_KERNEL(TYPE, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, BFLOAT16) PANEL_KERNEL(TYPE, 8, BFLOAT16)                   \
+    PANEL_KERNEL(TYPE, 1, FLOAT32) PANEL_KERNEL(TYPE, 4, FLOAT32)
+#define KERNELS_OF(TYPE) {{TYPE##_1_FLOAT32, TYPE##_4_FLOAT32, 0},                                                    \
+                          {TYPE##_1_BFLOAT16, TYPE##_4_BFLOAT16, TYPE##_8_BFLOAT16}}
+static const int kernel_rows[2][3] = {{1, 4, 0}, {1, 4, 8}};
+#else
+#define PANEL_KERNELS(TYPE)                                                                                           \
+    PANEL_KERNEL(TYPE, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, BFLOAT16)                                                   \
+    PANEL_KERNEL(TYPE, 1, FLOAT32) PANEL_KERNEL(TYPE, 2, FLOAT32)
+#define KERNELS_OF(TYPE) {{TYPE##_1_FLOAT32, TYPE##_2_FLOAT32, 0}, {TYPE##_1_BFLOAT16, TYPE##_4_BFLOAT16, 0}}
+static const int kernel_rows[2][3] = {{1, 2, 0}, {1, 4, 0}};
+#endif
+PANEL_KERNELS(Q4_0) PANEL_KERNELS(Q4_1) PANEL_KERNELS(Q5_0) PANEL_KERNELS(Q5_1) PANEL_KERNELS(Q8_0)
+PANEL_KERNELS(Q4_K) PANEL_KERNELS(Q5_K) PANEL_KERNELS(Q6_K)
+
+/* Kernels of each type, for each type of rows, for kernel_rows rows. */
+static const PanelKernel panel_kernels[NUM_TYPES][2][3] = {
+    KERNELS_OF(Q4_0), KERNELS_OF(Q4_1), KERNELS_OF(Q5_0), KERNELS_OF(Q5_1), KERNELS_OF(Q8_0), KERNELS_OF(Q4_K),
+    KERNELS_OF(Q5_K), KERNELS_OF(Q6_K)};
+
+/* Multiply all rows with the panels first .. end - 1. Rows of x are prepared, and `stride` entries of their type apart.
+*/
+static void multiply_quantised(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t,
+                               int64_t first, int64_t end) {
+    int64_t row_bytes = stride * bytes_of(m->type);
+    const int *counts = kernel_rows[m->type];
+    for (const QuantisedPart *part = m->parts; part < m->parts + m->num_parts; part++) {
+        int64_t panel = first > part->first_panel ? first : part->first_panel;
+        for (; panel < end && panel < part->end_panel; panel++)
+            for (int64_t row = 0; row < rows;) {
+                int kernel = 2;                            /* the largest one that the rows fill */
+                while (!counts[kernel] || counts[kernel] > rows - row) kernel--;
+                const char *from = (const char *)x + row * row_bytes;
+                panel_kernels[part->type][m->type][kernel](m, part, from, row_bytes, t, row, panel);
+                row += counts[kernel];
+            }
+    }
+}
+
+/* ---------------------------------------------------------------- packing and decoding */
+
+INLINE uint16_t half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return half;
+}
+
+/* A block of a file: its levels, as stored in a panel, and its scales and minimum in the form of the panel. */
+typedef struct {
+    uint8_t levels[BLOCK_INPUTS];
+    uint8_t scale[2], minimum[2];     /* half floats. Of K types: bytes in scale[0] and scale[1] or minimum[0] */
+    uint8_t factors[4];               /* of K types: half floats of scales and minima */
+} FileBlock;
+
+int64_t quantised_row_bytes(int type, int64_t inputs) {
+    static const int64_t of_block[NUM_TYPES] = {18, 20, 22, 24, 34, 144, 176, 210};
+    return inputs / (is_k(type) ? BLOCKS_OF_A_FACTOR * BLOCK_INPUTS : BLOCK_INPUTS) * of_block[type];
+}
+
+/* Read block b of a row of a file. */
+static FileBlock file_block(int type, const uint8_t *row, int64_t b) {
+    FileBlock f = {};
+    int upper[BLOCK_INPUTS] = {};
+    if (!is_k(type)) {
+        row += quantised_row_bytes(type, BLOCK_INPUTS) * b;
+        memcpy(f.scale, row, 2);
+        row += 2;
+        if (has_minimum(type)) memcpy(f.minimum, row, 2), row += 2;
+        if (type == Q8_0) {
+            memcpy(f.levels, row, BLOCK_INPUTS);
+            return f;
+        }
+        if (level_bits(type) == 5) {
+            for (int i = 0; i < BLOCK_INPUTS; i++) upper[i] = row[i / 8] >> i % 8 & 1;
+            row += 4;
+        }
+        for (int i = 0; i < BLOCK_INPUTS; i++)
+            f.levels[i] = (uint8_t)((i < 16 ? row[i] & 15 : row[i - 16] >> 4) | upper[i] << 4);
+        return f;
+    }
+    row += quantised_row_bytes(type, BLOCKS_OF_A_FACTOR * BLOCK_INPUTS) * (b / BLOCKS_OF_A_FACTOR);
+    int j = (int)(b % BLOCKS_OF_A_FACTOR);
+    if (type == Q6_K) {
+        const uint8_t *low = row + j / 4 * 64 + j % 2 * 32, *high = row + 128 + j / 4 * 32;
+        f.scale[0] = row[192 + 2 * j], f.scale[1] = row[192 + 2 * j + 1];
+        memcpy(f.factors, row + 208, 2);
+        for (int i = 0; i < BLOCK_INPUTS; i++)
+            f.levels[i] = (uint8_t)((j % 4 / 2 ? low[i] >> 4 : low[i] & 15) | (high[i] >> j % 4 * 2 & 3) << 4);
+        return f;
+    }
+    const uint8_t *scales = row + 4, *low = row + (type == Q5_K ? 48 : 16) + j / 2 * 32;
+    memcpy(f.factors, row, 4);
+    f.scale[0] = (uint8_t)(j < 4 ? scales[j] & 63 : (scales[j + 4] & 15) | scales[j - 4] >> 6 << 4);
+    f.minimum[0] = (uint8_t)(j < 4 ? scales[j + 4] & 63 : scales[j + 4] >> 4 | scales[j] >> 6 << 4);
+    for (int i = 0; i < BLOCK_INPUTS; i++)
+        f.levels[i] = (uint8_t)((j % 2 ? low[i] >> 4 : low[i] & 15) | (type == Q5_K ? (row[16 + i] >> j & 1) << 4 : 0));
+    return f;
+}
+
+/* Put a block of output o into a panel, whose levels are zero. */
+static void put_block(int type, uint8_t *panel, int64_t blocks, int64_t b, int o, const FileBlock *f) {
+    uint8_t *scales = panel + scales_at(type, b), *levels = panel + levels_at(type, b) + o * 4;
+    if (is_k(type)) {
+        uint8_t *factors = panel + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type) + o * 2;
+        scales[o] = f->scale[0];
+        scales[PANEL + o] = type == Q6_K ? f->scale[1] : f->minimum[0];
+        memcpy(factors, f->factors, 2);
+        if (has_minimum(type)) memcpy(factors + LINE_BYTES / 2, f->factors + 2, 2);
+    } else {
+        memcpy(scales + o * 2, f->scale, 2);
+        if (has_minimum(type)) memcpy(scales + LINE_BYTES / 2 + o * 2, f->minimum, 2);
+    }
+    for (int h = 0; h < 2; h++) {
+        uint16_t word[8] = {};
+        for (int p = 0; p < BLOCK_INPUTS / 2; p++) {
+            unsigned level = f->levels[2 * p + h];
+            if (type == Q8_0) {
+                word[p / 2] |= (uint16_t)(level << p % 2 * 8);
+                continue;
+            }
+            word[p / 4] |= (uint16_t)((level & 15) << p % 4 * 4);
+            if (level_bits(type) == 5) word[4] |= (uint16_t)((level >> 4) << p);
+            if (level_bits(type) == 6) word[4 + p / 8] |= (uint16_t)((level >> 4) << p % 8 * 2);
+        }
+        for (int i = 0; i < level_bits(type); i++) memcpy(levels + i * LINE_BYTES + h * 2, word + i, 2);
+    }
+}
+
+/* The numbers of one output of a panel. */
+static void decode_row(int type, const uint8_t *panel, int64_t blocks, int o, void *to, int row_type) {
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *scales = panel + scales_at(type, b), *levels = panel + levels_at(type, b) + o * 4;
+        const uint8_t *factors = panel + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type) + o * 2;
+        float scale[2], minimum = 0;
+        if (!is_k(type)) {
+            scale[0] = scale[1] = from_half(half_at(scales + o * 2));
+            if (has_minimum(type)) minimum = from_half(half_at(scales + LINE_BYTES / 2 + o * 2));
+        } else {
+            float factor = from_half(half_at(factors));
+            for (int half = 0; half < 2; half++)
+                scale[half] = factor * (float)(type == Q6_K ? (int8_t)scales[half * PANEL + o] : scales[o]);
+            if (has_minimum(type))
+                minimum = -from_half(half_at(factors + LINE_BYTES / 2)) * (float)scales[PANEL + o];
+        }
+        for (int i = 0; i < BLOCK_INPUTS; i++) {
+            int p = i / 2;
+            const uint8_t *words = levels + i % 2 * 2;
+            int level;
+            if (type == Q8_0) {
+                level = (int8_t)words[p / 2 * LINE_BYTES + p % 2];
+            } else {
+                level = half_at(words + p / 4 * LINE_BYTES) >> p % 4 * 4 & 15;
+                if (level_bits(type) == 5) level |= (half_at(words + 4 * LINE_BYTES) >> p & 1) << 4;
+                if (level_bits(type) == 6) level |= (half_at(words + (4 + p / 8) * LINE_BYTES) >> p % 8 * 2 & 3) << 4;
+            }
+            float number = (float)(level - offset_of(type)) * scale[i / (BLOCK_INPUTS / 2)] + minimum;
+            store_one(to, b * BLOCK_INPUTS + i, number, row_type);
+        }
+    }
+}
+
+/* Pack `count` rows of a file into the outputs [count] of a part, whose panels are zero. */
+void pack_quantised_rows(const QuantisedPart *part, int64_t inputs, const uint8_t *rows, const int64_t *outputs,
+                         int64_t count) {
+    int type = (int)part->type;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t output = outputs[i];
+        uint8_t *panel = part->panels + (output / PANEL - part->first_panel) * quantised_panel_bytes(type, inputs);
+        for (int64_t b = 0; b < inputs / BLOCK_INPUTS; b++) {
+            FileBlock f = file_block(type, rows + i * quantised_row_bytes(type, inputs), b);
+            put_block(type, panel, inputs / BLOCK_INPUTS, b, (int)(output % PANEL), &f);
+        }
+    }
+}
+
+/* Decode the outputs [count] of a matrix to rows of its type, `inputs` entries each. Returns 0, or 1 without decoding
+   if the matrix does not have one of these outputs. */
+int decode_quantised_rows(const Matrix *m, const int64_t *outputs, int64_t count, void *to) {
+    for (int64_t i = 0; i < count; i++)
+        if (outputs[i] < 0 || outputs[i] >= m->outputs) return 1;
+    for (int64_t i = 0; i < count; i++) {
+        const QuantisedPart *part = m->parts;
+        while (outputs[i] / PANEL >= part->end_panel) part++;
+        const uint8_t *panel = part->panels + (outputs[i] / PANEL - part->first_panel)
+                               * quantised_panel_bytes((int)part->type, m->inputs);
+        decode_row((int)part->type, panel, m->inputs / BLOCK_INPUTS, (int)(outputs[i] % PANEL),
+                   (char *)to + i * m->inputs * bytes_of(m->type), m->type);
+    }
+    return 0;
+}
