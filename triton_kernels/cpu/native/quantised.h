@@ -233,7 +233,11 @@ INLINE Scales scales_of(int type, const uint8_t *scales, const uint8_t *factors)
     return s;
 }
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define UNROLLED                      /* instrumented code would take minutes to compile */
+#else
 #define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 /* Multiply R rows with a panel. */
 INLINE void multiply_panel(const int type, const int R, const int row_type, const Matrix *m, const QuantisedPart *part,
