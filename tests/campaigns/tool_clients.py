@@ -2,9 +2,10 @@
 
     python tests/campaigns/tool_clients.py [--only NAME ...] [--python INTERPRETER] [--node FOLDER]
 
-The clients are those that are installed: in this environment, for --python (LlamaIndex, llm, the Agents SDK), and in
-node_modules of --node (openai, ai, @ai-sdk/openai-compatible, zod). Each loop has to call the tool, pass its result
-back, and return the model's last text. Results are recorded in tests/CAMPAIGNS.md.
+The clients are those that are installed: in this environment, for --python (LlamaIndex, llm, the Agents SDK,
+smolagents, Haystack, AutoGen, Semantic Kernel), and in node_modules of --node (openai, ai, @ai-sdk/openai-compatible,
+zod). Each loop has to call the tool, pass its result back, and return the model's last text. Results are recorded in
+tests/CAMPAIGNS.md.
 """
 
 import argparse
@@ -189,6 +190,76 @@ for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
     agent = Agent("a", tools=[get_weather], model=kind("caller", client))
     text = Runner.run_sync(agent, "Rain?").final_output
 ''' + DONE,
+    "smolagents": '''
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+calls = []
+@tool
+def get_weather(city: str, days: int) -> str:
+    """Tell the weather.
+
+    Args:
+        city: a city
+        days: number of days
+    """
+    calls.append((city, days))
+    return f"rain in {city} for {days} days"
+for is_streaming in (False, True):
+    model = OpenAIServerModel("caller", api_base=url + "/v1", api_key="x")
+    agent = ToolCallingAgent([get_weather], model, stream_outputs=is_streaming, max_steps=3)
+    text = agent.run("Rain?")
+''' + DONE,
+    "Haystack": '''
+from haystack.components.agents import Agent
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.dataclasses import ChatMessage
+from haystack.tools import create_tool_from_function
+from haystack.utils import Secret
+''' + WEATHER + '''
+for callback in (None, lambda chunk: None):
+    model = OpenAIChatGenerator(model="caller", api_base_url=url + "/v1", api_key=Secret.from_token("x"))
+    agent = Agent(chat_generator=model, tools=[create_tool_from_function(get_weather)], streaming_callback=callback)
+    text = agent.run(messages=[ChatMessage.from_user("Rain?")])["messages"][-1].text
+''' + DONE,
+    "AutoGen": '''
+import asyncio
+from autogen_agentchat.agents import AssistantAgent
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+''' + WEATHER + '''
+kind = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
+async def main():
+    for is_streaming in (False, True):
+        client = OpenAIChatCompletionClient(model="caller", base_url=url + "/v1", api_key="x", model_info=kind)
+        agent = AssistantAgent("a", model_client=client, tools=[get_weather], reflect_on_tool_use=True,
+                               model_client_stream=is_streaming)
+        text = (await agent.run(task="Rain?")).messages[-1].content
+    return text
+text = asyncio.run(main())
+''' + DONE,
+    "Semantic Kernel": '''
+import asyncio, openai
+from semantic_kernel import Kernel
+from semantic_kernel.connectors.ai import FunctionChoiceBehavior
+from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion, OpenAIChatPromptExecutionSettings
+from semantic_kernel.contents import ChatHistory
+from semantic_kernel.functions import kernel_function
+calls = []
+class Weather:
+    @kernel_function(description="Tell the weather.")
+    def get_weather(self, city: str, days: int) -> str:
+        calls.append((city, days))
+        return f"rain in {city} for {days} days"
+async def main():
+    service = OpenAIChatCompletion("caller", async_client=openai.AsyncOpenAI(base_url=url + "/v1", api_key="x"))
+    kernel = Kernel(services=service)
+    kernel.add_plugin(Weather(), "w")
+    settings = OpenAIChatPromptExecutionSettings(function_choice_behavior=FunctionChoiceBehavior.Auto())
+    history = ChatHistory()
+    history.add_user_message("Rain?")
+    found = await service.get_chat_message_content(history, settings, kernel=kernel)
+    pieces = [str(each) async for each in service.get_streaming_chat_message_content(history, settings, kernel=kernel)]
+    return str(found) + "".join(pieces)
+text = asyncio.run(main())
+''' + DONE,
 }
 JAVASCRIPT = {
     "openai: runTools (JavaScript)": '''
@@ -236,16 +307,19 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter with the clients that need their own")
     parser.add_argument("--node", default=".", help="folder with node_modules")
     options = parser.parse_args()
-    runs = [*((name, [sys.executable, "-c"], "", text) for name, text in HERE.items()),
-            *((name, [options.python, "-c"], "", text) for name, text in ELSEWHERE.items()),
+    runs = [*((name, [sys.executable], "", text) for name, text in HERE.items()),
+            *((name, [options.python], "", text) for name, text in ELSEWHERE.items()),
             *((name, ["node", "--input-type=module", "-e"], "const ", text) for name, text in JAVASCRIPT.items())]
     wrong = ran = 0
     with tempfile.TemporaryDirectory() as folder, serving(folder_of(folder)) as url:
         for name, command, declares, text in runs:
             if options.only and name not in options.only:
                 continue
-            ended = subprocess.run([*command, f"{declares}url = '{url}'\n{text}"], capture_output=True, text=True,
-                                   cwd=options.node, timeout=300)
+            program = f"{declares}url = '{url}'\n{text}"
+            if not declares:                     # from a file: smolagents reads the source of a tool
+                (file := Path(folder) / "client.py").write_text(program)
+                program = str(file)
+            ended = subprocess.run([*command, program], capture_output=True, text=True, cwd=options.node, timeout=300)
             is_absent = "ModuleNotFoundError" in ended.stderr or "ERR_MODULE_NOT_FOUND" in ended.stderr
             if is_absent:
                 print(f"{name}: not installed: {ended.stderr.strip().splitlines()[-1][:100]}")

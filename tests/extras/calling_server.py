@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
@@ -15,7 +16,7 @@ from starlette.applications import Starlette
 from batch_manager import Parts, TrtGptModelOptionalParams
 from batch_manager.aio import AsyncEngine
 from batch_manager.extras.openai import OpenAIService
-from batch_manager.extras.openai.application import ROUTES
+from batch_manager.extras.openai.application import HANDLERS, ROUTES
 from tests.extras.calling_model import Caller, backend_of, folder_of
 
 
@@ -35,10 +36,17 @@ def example(schema, root=None):
 
 
 def says(prompt):
-    """Call the first tool with an example of its arguments; after its result, tell the result."""
+    """Call the first tool with an example of its arguments; after its result, tell the result.
+
+    Agents of smolagents pass a result as a message of the user, and call the tool `final_answer` to tell it.
+    """
     lines = prompt.split("\n")
     tools = [json.loads(line)["function"] for line in lines if line.startswith('{"type": "function"')]
     results = [line.removeprefix("tool: ") for line in lines if line.startswith("tool: ")]
+    results += [line for before, line in itertools.pairwise(lines) if before.endswith("Observation:")]
+    if results and any(tool["name"] == "final_answer" for tool in tools):
+        call = {"name": "final_answer", "arguments": {"answer": f"It is {results[-1]}."}}
+        return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
     if results or not tools:
         return f"<think>So.</think>It is {results[-1] if results else 'fine'}."
     call = {"name": tools[0]["name"], "arguments": example(tools[0].get("parameters", {"type": "object"}))}
@@ -47,7 +55,7 @@ def says(prompt):
 
 def app_of(service):
     """Return the application of a service that runs already."""
-    app = Starlette(routes=ROUTES)
+    app = Starlette(routes=ROUTES, exception_handlers=HANDLERS)
     app.state.service = service
     return app
 
@@ -66,7 +74,8 @@ def serving(folder, script=says):
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    config = uvicorn.Config(Starlette(routes=ROUTES, lifespan=lifespan), port=port, log_level="error")
+    app = Starlette(routes=ROUTES, exception_handlers=HANDLERS, lifespan=lifespan)
+    config = uvicorn.Config(app, port=port, log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

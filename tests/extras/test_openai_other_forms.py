@@ -134,6 +134,43 @@ def test_what_is_not_built_is_refused_by_name(folder, path, body, param):
     run(test, "x", folder)
 
 
+def test_prompts_are_counted_as_they_are_in_answers(folder):
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: its client was not tried")
+    tool = {"name": "get_weather", "input_schema": CITY}
+
+    async def test(service, caller):
+        async with client_of(service) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http)
+            asked = {"model": "caller", "input": "Rain?", "instructions": "Be.",
+                     "tools": [{"type": "function", "name": "f", "parameters": CITY}]}
+            response = await client.responses.create(**asked)
+            assert (await client.responses.input_tokens.count(**asked)).input_tokens == response.usage.input_tokens > 20
+            body = {"model": "caller", "messages": [{"role": "user", "content": "Rain?"}], "tools": [tool]}
+            counted = await http.post("/v1/messages/count_tokens", json=body)
+            answer = await http.post("/v1/messages", json={**body, "max_tokens": 5})
+            used = anthropic.types.Message.model_validate(answer.json()).usage
+            assert anthropic.types.MessageTokensCount.model_validate(counted.json()).input_tokens == (
+                used.input_tokens + used.cache_read_input_tokens) > 20
+            wrong = await http.post("/v1/messages/count_tokens", json={**body, "x": 1})
+            assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+            assert len(caller.prompts) == 2
+
+    run(test, says, folder)
+
+
+@pytest.mark.parametrize("method, path", [
+    ("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel"), ("DELETE", "/v1/chat/completions/x"),
+    ("GET", "/v1/chat/completions"), ("POST", "/v1/messages/batches"), ("POST", "/v1/conversations")])
+def test_what_would_be_stored_is_refused_with_the_reason(folder, method, path):
+    async def test(service, caller):
+        async with client_of(service) as client:
+            answer = await client.request(method, path)
+        assert answer.status_code in (404, 405) and "nothing is stored" in answer.json()["error"]["message"]
+        assert ("type" in answer.json()) == path.startswith("/v1/messages")      # Anthropic's form of an error
+
+    run(test, "x", folder)
+
+
 def test_an_output_that_is_cut_off_and_one_that_a_stop_string_ends(folder):
     async def test(service, caller):
         async with client_of(service) as client:

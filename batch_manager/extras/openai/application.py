@@ -28,12 +28,25 @@ from ..prometheus import CONTENT_TYPE, PrometheusStatistics
 from ..tool_calls.model_formats import AUTO, check_format_names
 from .adapters import AdapterOptions
 from .errors import OpenAIError
-from .responses import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Form, answer_to, error_response, json_response
+from .responses import (
+    CHATS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Form,
+    answer_to,
+    count_of,
+    error_response,
+    json_response,
+)
 from .service import OpenAIService
 
 if TYPE_CHECKING:
     from ..kv_events import KvEventPublisher
 
+# Routes of stored things in OpenAI's and Anthropic's API.
+OF_STORED = ("/v1/chat/completions", "/v1/responses", "/v1/conversations", "/v1/messages/batches", "/v1/batches",
+             "/v1/files")
 SECONDS_BETWEEN_TRIMS = 1.0
 FEW_OBJECTS = 20_000         # the garbage collector visits them in a few milliseconds
 SWITCH_INTERVAL_S = 0.001    # a thread that computes keeps the event loop waiting so long, several times per event
@@ -98,7 +111,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
                       allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"])
     app = Starlette(lifespan=lifespan, routes=[*ROUTES, *(adapters.routes() if adapters is not None else ())],
-                    exception_handlers={404: not_found, 405: not_found, 500: server_error},
+                    exception_handlers=HANDLERS,
                     middleware=[Middleware(without_stack), *([cors] if origins else [])])
     app.router.redirect_slashes = False      # a redirect is no error in OpenAI's format
     return app
@@ -178,6 +191,12 @@ def generation(form: Form) -> Callable[[Request], Awaitable[Response]]:
     return generate
 
 
+def count(form: Form) -> Callable[[Request], Awaitable[Response]]:
+    async def count_tokens(request: Request) -> Response:
+        return await count_of(request, request.app.state.service, form)
+    return count_tokens
+
+
 async def models(request: Request) -> Response:
     return json_response(request.app.state.service.models())
 
@@ -199,9 +218,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def not_found(request: Request, error: Any) -> Response:
+    method, path = request.method, request.url.path[:200]
+    why = "nothing is stored here, so it cannot be fetched or changed later; " if path.startswith(OF_STORED) else ""
     routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path_format}" for route in request.app.routes)
-    response = error_response(OpenAIError(
-        error.status_code, f"there is no route {request.method} {request.url.path[:200]}; the routes are {routes}"))
+    form = MESSAGES if path.startswith("/v1/messages") else CHATS
+    told = OpenAIError(error.status_code, f"there is no route {method} {path}; {why}the routes are {routes}")
+    response = json_response(form.error_body(told), told.status, told.headers)
     response.headers.update(error.headers or {})     # Allow, for 405
     return response
 
@@ -214,7 +236,10 @@ ROUTES = [
     Route("/v1/completions", generation(COMPLETIONS), methods=["POST"]),
     Route("/v1/chat/completions", generation(CHATS), methods=["POST"]),
     Route("/v1/responses", generation(RESPONSES), methods=["POST"]),
+    Route("/v1/responses/input_tokens", count(RESPONSES), methods=["POST"]),
     Route("/v1/messages", generation(MESSAGES), methods=["POST"]),
+    Route("/v1/messages/count_tokens", count(MESSAGES), methods=["POST"]),
     Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
     Route("/health", health), Route("/metrics", metrics),
 ]
+HANDLERS: dict[Any, Any] = {404: not_found, 405: not_found, 500: server_error}

@@ -23,8 +23,8 @@ _NOT_BUILT = ("container", "context_management", "mcp_servers", "inference_geo",
               "fallbacks", "compaction", "billing_policy")
 
 
-def read_message(body: bytes) -> ParsedBody:
-    """Parse the body of a POST to /v1/messages. Raises OpenAIError."""
+def read_message(body: bytes, generates: bool = True) -> ParsedBody:
+    """Parse the body of a POST to /v1/messages; without `generates`, to its `count_tokens`. Raises OpenAIError."""
     fields = JsonObject(parsed_json(body))
     if fields.take("thread", dict) is not None:      # Anthropic's client then passes the whole conversation
         raise OpenAIError(400, "thread: conversations are not stored; pass all messages", "thread", _NO_THREADS)
@@ -36,7 +36,7 @@ def read_message(body: bytes) -> ParsedBody:
     fields.take("service_tier", str)
     fields.take("cache_control", dict)
     chat["max_completion_tokens"] = fields.take("max_tokens", int)
-    if chat["max_completion_tokens"] is None:
+    if chat["max_completion_tokens"] is None and generates:
         raise refused("max_tokens", "missing; expected the most tokens to generate")
     chat["stop"] = fields.take("stop_sequences", list)
     _thinking(fields, chat)

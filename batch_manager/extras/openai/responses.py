@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,18 +26,24 @@ class Form(NamedTuple):
     read         parses a body; None: as OpenAI's completions and chats
     answer       makes the answer of an Answer and its `form`; None: the Answer itself
     error_body   makes the JSON of an error
+    read_prompt  parses a body whose prompt is counted; None: the form has no such route
+    counted      makes the JSON of the number of its tokens
     """
 
     is_chat: bool = True
     read: Callable[[bytes], ParsedBody] | None = None
     answer: Callable[[Answer, Any], Any] | None = None
     error_body: Callable[[OpenAIError], bytes] = OpenAIError.body
+    read_prompt: Callable[[bytes], ParsedBody] | None = None
+    counted: Callable[[int], dict[str, Any]] = lambda count: {"input_tokens": count}
 
 
 COMPLETIONS, CHATS = Form(is_chat=False), Form()
-RESPONSES = Form(read=responses_api.read_response, answer=responses_api.ResponseAnswer)
-MESSAGES = Form(read=messages_api.read_message, answer=messages_api.MessageAnswer,
-                error_body=messages_api.error_body)
+RESPONSES = Form(read=responses_api.read_response, answer=responses_api.ResponseAnswer,
+                 read_prompt=responses_api.read_response,
+                 counted=lambda count: {"object": "response.input_tokens", "input_tokens": count})
+MESSAGES = Form(read=messages_api.read_message, answer=messages_api.MessageAnswer, error_body=messages_api.error_body,
+                read_prompt=partial(messages_api.read_message, generates=False))
 
 
 async def answer_to(request: Request, service: OpenAIService, form: Form) -> Response:
@@ -64,6 +72,17 @@ async def answer_to(request: Request, service: OpenAIService, form: Form) -> Res
     finally:
         if watcher is not None:
             watcher.cancel()
+
+
+async def count_of(request: Request, service: OpenAIService, form: Form) -> Response:
+    """Return the response to a POST to one of the routes that count the tokens of a prompt."""
+    try:
+        count = await service.num_prompt_tokens(await body_of(request, service), form.read_prompt)
+        return json_response(orjson.dumps(form.counted(count)))
+    except OpenAIError as error:
+        return json_response(form.error_body(error), error.status, error.headers)
+    except ClientDisconnect:
+        return Response(status_code=499)
 
 
 class WholeAnswer(Response):

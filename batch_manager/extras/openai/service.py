@@ -103,14 +103,8 @@ class OpenAIService:
         refuses a request, the methods of the answer raise OpenAIError.
         """
         arrived = monotonic()
-        if self.is_draining:
-            raise OpenAIError(503, "the server is shutting down; send the request to another one", code="shutdown")
-        try:
-            is_long = len(body) > LONG_BODY or body.count(b",") > MANY_VALUES
-            if is_long:                      # keep the event loop free
-                parsed, prompts = await asyncio.to_thread(self._read, body, is_chat, read, with_pauses)
-            else:
-                parsed, prompts = self._read(body, is_chat, read)
+        with self._errors_for_clients(is_chat, body):
+            parsed, prompts, is_long = await self._read_body(body, is_chat, read)
             grammar = None
             if parsed.response_format is not None or parsed.tools is not None:
                 grammar = await asyncio.to_thread(self._held_calls.compiled, parsed)
@@ -120,6 +114,30 @@ class OpenAIService:
             is_long = is_long or parsed.count * len(prompts) > FEW_OUTPUTS
             make = partial(Answer, self, parsed, prompts, grammar, arrived, is_long)
             return await asyncio.to_thread(make) if is_long else make()
+
+    async def num_prompt_tokens(self, body: bytes, read: Callable[[bytes], ParsedBody]) -> int:
+        """Return the number of tokens of the prompt of a body, without a request.
+
+        Raises OpenAIError as `accept` does, also for a prompt that is longer than the context.
+        """
+        with self._errors_for_clients(True, body):
+            _, prompts, _ = await self._read_body(body, True, read)
+            return sum(map(len, prompts))
+
+    async def _read_body(self, body: bytes, is_chat: bool, read: Callable[[bytes], ParsedBody] | None
+                         ) -> tuple[ParsedBody, list[list[int]], bool]:
+        """Return the parsed body, the ids of its prompts, and whether it is long, without holding the event loop."""
+        if len(body) > LONG_BODY or body.count(b",") > MANY_VALUES:
+            return *await asyncio.to_thread(self._read, body, is_chat, read, with_pauses), True
+        return *self._read(body, is_chat, read), False
+
+    @contextlib.contextmanager
+    def _errors_for_clients(self, is_chat: bool, body: bytes) -> Iterator[None]:
+        """Turn errors of the package into OpenAIErrors. Raises one while the server drains."""
+        if self.is_draining:
+            raise OpenAIError(503, "the server is shutting down; send the request to another one", code="shutdown")
+        try:
+            yield
         except ConfigError as error:         # no chat template, no llguidance; the way out is for the server's operator
             log.warning("a request to the OpenAI service cannot be answered: %s", error)
             raise OpenAIError(400, without_paths(f"{error.fact}; {error.expectation}", self.folder)) from None
