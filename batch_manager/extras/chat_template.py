@@ -57,9 +57,7 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
     Raises ConfigError if jinja2 >= 3.1.6 is missing, if there is no usable template, or if the template violates the
     sandbox. Raises InvalidRequestError if the template rejects the messages, fails on them, or leaves out the tools.
     """
-    if "messages" in variables:    # for example from a client
-        raise InvalidRequestError("a template variable is named messages", "the name messages is reserved",
-                                  "rename the variable")
+    check_variables(variables)
     files = folder_files(Path(folder))
     template = folder_template(*files, has_tools=tools is not None)
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **variables}
@@ -102,6 +100,14 @@ def chat_prompt(folder: str | os.PathLike, messages: list[dict[str, Any]], /,
         raise InvalidRequestError(f"the chat template cannot be applied: {told}",
                                   "expected messages in the order and with the keys that the template expects",
                                   "see the template of the model") from error
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for a name that an argument of `chat_prompt` has, for example from a client."""
+    for name in ("messages", "tools"):
+        if name in variables:
+            raise InvalidRequestError(f"a template variable is named {name}", f"the name {name} is reserved",
+                                      "rename the variable")
 
 
 def compile_templates(folder: str | os.PathLike) -> None:

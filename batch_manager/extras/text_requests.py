@@ -13,7 +13,7 @@ from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, InvalidRequestError, type_name
 from ..names import FinishReason
 from ..option_values import exact_integer
-from .chat_template import chat_prompt
+from .chat_template import chat_prompt, check_variables
 from .generated_text import GeneratedText
 from .sampling import Sampling, in_names_of_options
 from .template_messages import PartError, text_of_parts
@@ -148,6 +148,7 @@ class Prompts:
         if isinstance(messages, list) and not messages:
             raise InvalidRequestError("messages is empty", "expected at least one message",
                                       'pass [{"role": "user", "content": "..."}]')
+        check_variables(template_options or {})
         prompt = chat_prompt(self.source, _with_texts(messages), tools, **(template_options or {}))
         return encode(self.tokenizer, prompt, add_special_tokens=False), prompt
 

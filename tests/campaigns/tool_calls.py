@@ -99,14 +99,14 @@ def templates() -> int:
     return wrong
 
 
-def schemas(count: int, first_seed: int) -> int:
+def schemas(count: int, first_seed: int, seconds: float) -> int:
     from tests.extras import forced_calls
 
     with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = forced_calls.run(folder, range(first_seed, first_seed + count))
+        counts, wrong = forced_calls.run(folder, range(first_seed, first_seed + count), seconds)
     for each in wrong:
         print(each)
-    print(f"{count:,} schemas: {', '.join(f'{number:,} {what}' for what, number in sorted(counts.items()))}; "
+    print(f"seeds from {first_seed} on: {', '.join(f'{number:,} {what}' for what, number in sorted(counts.items()))}; "
           f"{len(wrong)} wrong")
     return len(wrong)
 
@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--templates", action="store_true")
     parser.add_argument("--schemas", type=int, help="number of seeds; the formats take turns")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of --schemas")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
     wrong = 0
@@ -158,7 +159,7 @@ def main() -> int:
     if options.templates:
         wrong += templates()
     if options.schemas:
-        wrong += schemas(options.schemas, options.first_seed)
+        wrong += schemas(options.schemas, options.first_seed, options.seconds)
     if options.time:
         wrong += cost()
     return bool(wrong)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+import time
 from collections import Counter
 
 import jsonschema
@@ -16,6 +17,7 @@ from tests.extras.calling_model import MODEL, folder_of
 
 AT_ONCE = 16
 KEYS = ("city", "days", "unit", "x_1", "deep", "flag")
+PATTERNS = ("^[a-c]{1,4}$", "b+", r"^\d{3}-\w\/?$|^x", "^(ab?|[^a-z<])*$")
 
 
 def schema(draw: random.Random, depth: int = 2) -> dict:
@@ -24,7 +26,9 @@ def schema(draw: random.Random, depth: int = 2) -> dict:
     if kind == "string":
         return draw.choice([{"type": "string"}, {"type": "string", "maxLength": draw.randrange(1, 9)},
                             {"type": "string", "minLength": 1, "maxLength": 6},
-                            {"type": "string", "pattern": "^[a-c]{1,4}$"}, {"type": "string", "format": "date"}])
+                            {"type": "string", "pattern": draw.choice(PATTERNS)},
+                            {"type": "string", "pattern": draw.choice(PATTERNS), "maxLength": 9},
+                            {"type": "string", "format": draw.choice(["date", "date-time", "ipv4", "uuid", "email"])}])
     if kind in ("integer", "number"):
         return draw.choice([{"type": kind}, {"type": kind, "minimum": -5, "maximum": 40},
                             {"type": kind, "exclusiveMinimum": 0, "maximum": 7}])
@@ -74,16 +78,16 @@ async def checked(service: OpenAIService, seed: int, counts: Counter) -> str | N
             continue
         try:
             assert choice == "required" or name == "f", name
-            jsonschema.validate(json.loads(text), schemas[name])
+            jsonschema.validate(json.loads(text), schemas[name], format_checker=jsonschema.FormatChecker())
             counts["valid calls"] += 1
         except Exception as error:
             return f"seed {seed}: {name}({text}): {str(error)[:200]}; {json.dumps(schemas)}"
     return None
 
 
-def run(folder, seeds: range, formats: list[str] | None = None) -> tuple[Counter, list[str]]:
-    """Check the seeds, with the formats in turn. Return the counts and what is wrong."""
-    names = formats or list(FORMATS)
+def run(folder, seeds: range, seconds: float = float("inf")) -> tuple[Counter, list[str]]:
+    """Check the seeds, with the formats in turn, for at most so many seconds. Return the counts and what is wrong."""
+    names, end = list(FORMATS), time.monotonic() + seconds
     counts, wrong = Counter(), []
     model = folder_of(folder)
     shutil.copy(MODEL / "model.safetensors", model)
@@ -99,6 +103,9 @@ def run(folder, seeds: range, formats: list[str] | None = None) -> tuple[Counter
 
             async def work() -> None:
                 for seed in waiting:
+                    if time.monotonic() > end:
+                        return
+                    counts["schemas"] += 1
                     found = await checked(services[seed % len(services)], seed, counts)
                     wrong.extend([f"{names[seed % len(services)]}, {found}"] if found else [])
             await asyncio.gather(*(work() for _ in range(AT_ONCE)))

@@ -134,6 +134,67 @@ def test_what_is_not_built_is_refused_by_name(folder, path, body, param):
     run(test, "x", folder)
 
 
+def test_a_value_of_another_type_is_read_or_refused(folder):
+    """In each place of a body of each form, and of its prompt."""
+    from batch_manager import BatchManagerError
+    from batch_manager.extras.openai.errors import OpenAIError
+    from batch_manager.extras.openai.responses import CHATS, MESSAGES, RESPONSES
+
+    function = {"name": "f", "description": "d", "parameters": CITY, "strict": True}
+    parts = [{"type": "text", "text": "x", "cache_control": {}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bath"}'}}
+    bodies = {CHATS: {
+        "messages": [{"role": "user", "content": parts}, {
+            "role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "x"}],
+        "tools": [{"type": "function", "function": function}], "stream": True,
+        "stream_options": {"include_usage": True}, "chat_template_kwargs": {"x": 1},
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": "f"}}]}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, "stop": ["x"],
+    }, RESPONSES: {
+        "instructions": "Be.", "include": [], "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]}],
+        "tools": [{"type": "function", **function}], "text": {"format": {
+            "type": "json_schema", "name": "x", "schema": {}}}, "reasoning": {"effort": "low", "summary": "auto"},
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "metadata": {"a": "b"}, "max_output_tokens": 5, "chat_template_kwargs": {"x": 1}, "stop": ["x"],
+    }, MESSAGES: {
+        "max_tokens": 5, "system": parts, "stop_sequences": ["x"], "messages": [{"role": "user", "content": parts}, {
+            "role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": ""},
+                                             {"type": "tool_use", "id": "c", "name": "f", "input": {"city": "x"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": parts}]}],
+        "tools": [{"name": "f", "input_schema": CITY}], "tool_choice": {"type": "tool", "name": "f"},
+        "thinking": {"type": "enabled", "budget_tokens": 5}, "chat_template_kwargs": {"x": 1},
+        "output_config": {"effort": "low", "format": {"schema": {}}},
+    }}
+
+    def changed(value):
+        """Yield the value with each of its parts replaced by values of other types."""
+        yield from (None, 5, 1.5, True, "tools", [], [5], [[]], {}, {"type": []}, {"tools": [1], "messages": 5})
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            for other in changed(value[key]):
+                copy = value.copy()
+                copy[key] = other
+                yield copy
+
+    async def test(service, caller):
+        for form, body in bodies.items():
+            service._read(json.dumps(body).encode(), True, form.read)
+            for other in changed(body):
+                try:
+                    service._read(json.dumps(other).encode(), True, form.read)
+                except (OpenAIError, BatchManagerError):
+                    pass
+                except Exception as error:
+                    raise AssertionError(f"{form.read}: {other}") from error
+
+    run(test, "x", folder)
+
+
 def test_prompts_are_counted_as_they_are_in_answers(folder):
     anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: its client was not tried")
     tool = {"name": "get_weather", "input_schema": CITY}

@@ -7,6 +7,8 @@ tool_call_texts.py makes the outputs. This file runs a few hundred cuttings; mor
 
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +20,11 @@ from batch_manager.extras.tool_calls import (
     reasoning_of_template,
 )
 from batch_manager.extras.tool_calls.formats import with_reasoning
+from batch_manager.extras.tool_calls.grammar import Called, CallGrammar
+from batch_manager.extras.tool_calls.raw_strings import CannotTranslate, conditions, whole_regex
 from tests.extras import tool_call_texts as texts
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 SEEDS = 20
 
 
@@ -68,6 +73,67 @@ def test_a_text_without_marks_stays_as_it_is():
         for text in ("", "Hello. ", "a < b and [c] = {d}\n\n", "<tool_cal", "12 ", "  \n"):
             if name != "harmony":                    # there, a header comes first
                 assert "".join(event.text for event in texts.parsed(name, list(text), {}, "think")) == text
+
+
+@pytest.fixture(scope="module")
+def guided():
+    pytest.importorskip("torch")
+    pytest.importorskip("llguidance")
+    from batch_manager.extras.guided_decoding import GuidedDecoding
+
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    guided = GuidedDecoding(tokenizer, vocab_size=tokenizer.get_vocab_size(), end_id=1)
+
+    def matches(grammar, text):
+        matcher = grammar.matcher.deep_copy()
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    guided.matches = matches
+    return guided
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_forced_call_is_written_as_the_template_writes_it(name, guided):
+    class First:                         # of all ways in which a template may write JSON
+        choice, random = staticmethod(lambda options: options[0]), staticmethod(lambda: 1)
+
+    is_python = name in ("pythonic", "lfm2")
+    given = {"days": 3} if is_python else {"city": "Bath", "days": 3}
+    kinds = {"city": {"type": "string", "maxLength": 9, "pattern": "^B"}, "days": {"type": "integer"}}
+    tool = {"type": "object", "properties": {key: kinds[key] for key in given}, "required": list(given)}
+    calls = [("get_weather", given), ("f", {})]
+    text = texts.written(name, calls if name != "harmony" else calls[:1], First())
+    text = text.replace(', "id": "abcdefghi"', "").removesuffix("<|call|>").replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
+    text = text.replace("end｜>\n", "end｜>") if name == "deepseek_v31" else text
+    tools = {"get_weather": tool, "f": {"type": "object", "properties": {}, "additionalProperties": False}}
+    held = guided.lark(CallGrammar({}).lark(FORMATS[name], Called(tools, True), None))
+    assert guided.matches(held, text), text
+    assert not guided.matches(held, text.replace("Bath", "Rome").replace("3", "x"))
+    free = guided.lark(CallGrammar({}).lark(FORMATS[name], Called(tools, False), None))
+    if name != "harmony":
+        assert guided.matches(free, text) and guided.matches(free, "No call.")
+
+
+def test_patterns_and_formats_of_strings_without_quotes(guided):
+    words = ("", "a", "b", "abc", "xay", "aa/b", "12-3", "1_", "x y", "[&]", "é", "caab", "a\nb", "A.b", "z|")
+    for pattern in ("^a", "a$", "b", "^a|b$", "^[ab]+$", r"^\d+-\d$", r"\w\s\w", "^(?:a|xa)b?", "a/b", r"[\[&]",
+                    "^[^a]*$", "^.{2,4}$", "", r"^\u0061\x62", r"\.", r"z\|$"):
+        held = guided.regex(whole_regex(pattern))
+        for word in words:
+            assert guided.matches(held, word) == bool(re.search(pattern, word)), (pattern, word)
+    for pattern in ("(?=a)b", r"(a)\1", r"\bword", "a(^b|c)", "x$y", "(?<name>a)", "[]a]", r"\p{L}"):
+        with pytest.raises(CannotTranslate):
+            whole_regex(pattern)
+    for kind, good, bad in (
+            ("date", ("2024-02-29", "1999-12-31", "2000-02-29"), ("2023-02-29", "1900-02-29", "2024-04-31", "24-3-01")),
+            ("time", ("23:59:59Z", "00:00:00.5+02:00"), ("24:00:00Z", "12:00:00")),
+            ("date-time", ("2024-02-29T00:00:00Z",), ("2024-02-29",)),
+            ("ipv4", ("10.0.255.1",), ("256.1.1.1", "1.1.1")),
+            ("email", ("a.b@c.org",), ("a@b", "@c.org")), ("hostname", ("a-b.c",), ("-a", "a..b"))):
+        held = guided.regex(conditions({"type": "string", "format": kind})[0])
+        assert all(guided.matches(held, each) for each in good) and not any(guided.matches(held, each) for each in bad)
+    with pytest.raises(CannotTranslate):
+        conditions({"type": "string", "format": "color"})
 
 
 def test_names_that_are_not_in_the_list():

@@ -183,7 +183,7 @@ def tiresome(name: str, size: int) -> dict[str, str]:
         first, middle, after, *_ = form.field
         kinds |= {"a key": of("abcd", called + first), "a value": of("abcd", called + first + "a" + middle),
                   "a blank value": of("\n", called + first + "a" + middle),
-                  "fields": of(f"{first}a{middle}b{after or ', '}", called)}
+                  "fields": of(f"{first}a{middle}b{form.raw}{after or ', '}", called)}
     if "{name}" in form.begin and '"name"' in form.begin:
         before = called.partition('{"name"')[0]
         kinds |= {"JSON in a string": of("abcd", called + '"'), "another key": of("abcd", before + '{"'),

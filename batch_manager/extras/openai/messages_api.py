@@ -81,7 +81,8 @@ def _thinking(fields: JsonObject, chat: dict[str, Any]) -> None:
         raise thinking.refused("type", f"got {kind!r:.64}; expected enabled, disabled or adaptive")
     if kind == "enabled":
         chat["max_thinking_tokens"] = budget
-    chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **chat.get("chat_template_kwargs", {})}
+    if type(given := chat.get("chat_template_kwargs", {})) is dict:      # others are refused later
+        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **given}
 
 
 def _tool(given: Any, path: str) -> dict[str, Any]:

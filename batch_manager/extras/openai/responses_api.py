@@ -19,6 +19,7 @@ from .service import Answer
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "metadata", "user", "store",
          "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "seed", "stop", "top_k",
          "min_p", "max_thinking_tokens", "chat_template_kwargs", "priority", "logit_bias", "repetition_penalty")
+_TEXTS = ("input_text", "output_text", "reasoning_text", "text", "refusal")      # parts of a content
 # Field -> (values that ask for what happens anyway, why others are refused).
 _NOT_BUILT: dict[str, tuple[list[Any], str]] = {
     "previous_response_id": ([], "responses are not stored; pass the whole conversation in input"),
@@ -88,9 +89,10 @@ def _tool_choice(choice: Any) -> Any:
     if type(choice) is not dict:
         return choice
     if choice.get("type") == "allowed_tools":
+        if type(tools := choice.get("tools", [])) is not list:
+            raise refused("tool_choice.tools", f"got {type_name(tools)}; expected a list")
         return {"type": "allowed_tools", "allowed_tools": {
-            "mode": choice.get("mode", "auto"),
-            "tools": [{"function": tool} for tool in choice.get("tools", ()) if type(tool) is dict]}}
+            "mode": choice.get("mode", "auto"), "tools": [{"function": tool} for tool in tools]}}
     return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 
@@ -105,7 +107,9 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
             raise refused(path, f"got {type_name(item)}; expected an object")
         kind = item.get("type", "message")
         if kind == "message":
-            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+            if type(role := item.get("role")) is not str:
+                raise refused(f"{path}.role", f"got {type_name(role)}; expected a string")
+            role = "system" if role == "developer" else role
             message = {"role": role, "content": _text(item.get("content"), f"{path}.content")}
             if role == "assistant" and _is_open(messages) and not messages[-1].get("content"):
                 messages[-1]["content"] = message["content"]
@@ -121,8 +125,7 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"),
                              "content": _text(item.get("output"), f"{path}.output")})
         elif kind == "reasoning":
-            parts = item.get("content") or []
-            text = "".join(part.get("text", "") for part in parts if type(part) is dict)
+            text = _text([] if item.get("content") is None else item["content"], f"{path}.content")
             if text:
                 messages.append({"role": "assistant", "content": None, "reasoning_content": text})
         else:
@@ -141,7 +144,7 @@ def _text(content: Any, path: str) -> Any:
         return content
     parts = []
     for part in content:
-        if type(part) is dict and part.get("type") in ("input_text", "output_text", "text", "refusal"):
+        if type(part) is dict and part.get("type") in _TEXTS:
             part = {"type": "text", "text": part.get("text", part.get("refusal"))}
         parts.append(part)
     try:

@@ -19,7 +19,7 @@ from ...errors import BatchManagerError, ConfigError
 from ...names import FinishReason
 from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
-from ..chat_template import chat_prompt, compile_templates
+from ..chat_template import chat_prompt, check_variables, compile_templates
 from ..generated_text import GeneratedText
 from ..sampling import check_end_ids
 from ..token_bytes import SpelledPositions, TokenPositions
@@ -211,6 +211,7 @@ class OpenAIService:
 
     def _prompt_ids(self, parsed: ParsedBody, prompt: Any) -> list[int]:
         if parsed.is_chat:
+            check_variables(parsed.template_options)
             text = chat_prompt(self.folder, prompt, self._tools_of(parsed), **parsed.template_options)
             parsed.prompt_end = text[-LONGEST_OPENING:]
             return self._encoded(text, "messages", add_special_tokens=False)

@@ -80,7 +80,8 @@ class Written(NamedTuple):
     before, after   text before the first and after the last call
     field       (before the first, between the key and the value, after a value, between two fields, after the last):
                 texts around the fields of the arguments; None: the arguments are one JSON object
-    raw         text that ends a string written without quotes; "": strings are those of JSON
+    raw         text that ends a string written without quotes, and without `quote` other values, too; "": strings are
+                those of JSON
     quote       text before a string that `raw` ends
     """
 
@@ -208,7 +209,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (
     Format("qwen3_coder", _xml("<tool_call>", "<function=", ">", "<parameter=", ">", "</parameter>", "</function>",
                                ("</tool_call>",), "\n"),
            Written("<tool_call>", "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", between="\n",
-                   field=("<parameter=", ">\n", "\n</parameter>\n", "", ""), raw="\n</parameter>"),
+                   field=("<parameter=", ">\n", "\n", "", ""), raw="\n</parameter>"),
            seen_in=(("<function=", "<parameter="),)),
     Format("glm", {
         **_xml("", "<tool_call>", "<arg_key>", "<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", ()),
@@ -216,7 +217,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (
         "key": Until(KEY, _marks(("</arg_key>", "gap"))),
         "gap": Until(NOTHING, _marks(("<arg_value>", "value"))),
     }, Written("<tool_call>", "<tool_call>{name}\n", "</tool_call>", between="\n",
-               field=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "", ""), raw="</arg_value>"),
+               field=("<arg_key>", "</arg_key>\n<arg_value>", "\n", "", ""), raw="</arg_value>"),
         seen_in=(("<arg_key>", "<arg_value>"),)),
     Format("mistral", {
         "text": Until(TEXT, _marks(("[TOOL_CALLS]", "open"))),
@@ -286,7 +287,7 @@ FORMATS: dict[str, Format] = {each.name: each for each in (
                           "</atem:parameter>", "</atem:invoke>", ("</atem:function_calls>",)),
            Written("<atem:function_calls>", '<atem:invoke name="{name}">\n', "</atem:invoke>\n",
                    before="<atem:function_calls>\n", after="</atem:function_calls>",
-                   field=('<atem:parameter name="', '">', "</atem:parameter>\n", "", ""), raw="</atem:parameter>"),
+                   field=('<atem:parameter name="', '">', "\n", "", ""), raw="</atem:parameter>"),
            seen_in=(('<atem:invoke name="',),)),
 )}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from .formats import Format, ReasoningFormat, Written
 from .parser import resolved, types_of
+from .raw_strings import HELD, CannotTranslate, conditions
 
 MOST_NAMES_OF_FIELDS = re.compile(r"[^\W\d]\w*")    # a key that every format can write without quotes
 _EMPTY = '""'
@@ -150,11 +151,13 @@ class CallGrammar:
             if values is not None and not schema.keys() - _SAYS_NOTHING - {"enum", "const"}:
                 texts = " | ".join(self._literal(each + written.raw) for each in values)
                 return f"{self._literal(written.quote)} ({texts})"
-            if not schema.keys() - _SAYS_NOTHING - {"minLength", "maxLength"} and len(end) == 1:
-                least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-                return (f"{self._literal(written.quote)} {rules.sized(least, most, end)} {self._literal(written.raw)}")
+            if not schema.keys() - _SAYS_NOTHING - {*HELD} and len(end) == 1:
+                try:
+                    return f"{self._literal(written.quote)} {rules.held(conditions(schema), end[0])}"
+                except CannotTranslate as error:
+                    raise CannotForce(tool, f"its parameter {key!r:.80} cannot be held: {error}") from None
         raise CannotForce(tool, f"its parameter {key!r:.80} has a schema that the format of the model's calls cannot "
-                                "hold: strings may have enum, const, minLength and maxLength")
+                                f"hold: strings may have enum, const, {', '.join(HELD)}")
 
     def _harmony(self, rules: "_Rules", called: Called | None, answer: str | None) -> str:
         lit, text = self._literal, rules.text()
@@ -244,13 +247,16 @@ class _Rules:
             end = end[1:]
         return " ".join([text, *(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in end)])
 
-    def sized(self, least: int, most: Any, end: list[str | int]) -> str:
-        body = f"/(?s:.{{{least},{most}}})/"
-        if isinstance(end[0], str):
-            body += f" & ~/(?s:.*{_regex(end[0])}.*)/"
-        name = f"SIZED_{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
+    def held(self, conditions: Sequence[str], end: str | int) -> str:
+        """Return a text that all regular expressions match, with its end.
+
+        The end is part of the lexeme, because the lexer goes on with a text as long as it can be one.
+        """
+        whole = [*conditions, *([] if isinstance(end, int) else [f"(?s:.*{_regex(end.strip())}.*)"])]
+        parts = [f"{'~' if number == len(conditions) else ''}/{each}/" for number, each in enumerate(whole)]
+        name = f"HELD_{len(self._rules)}"
+        self._rules.append(f"{name}: ({' & '.join(parts)}){'' if isinstance(end, int) else ' ' + json.dumps(end)}")
+        return f"{name} <[{end}]>" if isinstance(end, int) else name
 
     def json(self, schema: Any, is_arguments: bool = False) -> str:
         if isinstance(schema, str):
