@@ -3,7 +3,11 @@
     python tests/campaigns/tool_calls.py --cuttings 10000     # of each format: the events of the whole text
     python tests/campaigns/tool_calls.py --templates          # trl's chat templates (pip install --no-deps trl)
     python tests/campaigns/tool_calls.py --schemas 2000       # forced calls at temperature 1.5, checked by jsonschema
+    python tests/campaigns/tool_calls.py --harmony 1000       # what openai-harmony writes and reads
     python tests/campaigns/tool_calls.py --time               # microseconds of CPU time per token
+
+`--harmony` needs openai-harmony, and its vocabulary o200k_base.tiktoken in the folder TIKTOKEN_ENCODINGS_BASE.
+`--record FILE` writes what it saw, for tests/extras/harmony.json.
 
 The exit status is 1 if anything differed. Results are recorded in tests/CAMPAIGNS.md.
 """
@@ -99,6 +103,29 @@ def templates() -> int:
     return wrong
 
 
+def harmony(count: int, first_seed: int, record: str | None) -> int:
+    """Let openai-harmony write outputs of gpt-oss, and read them and damaged ones; compare what our parser reads."""
+    from openai_harmony import HarmonyEncodingName, Role, load_harmony_encoding
+
+    library = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    seen, wrong = [], 0
+    for seed in range(first_seed, first_seed + count):
+        draw = random.Random(seed)
+        text, messages = texts.harmony_of(library, draw)
+        read = library.parse_messages_from_completion_tokens(library.encode(text, allowed_special="all"),
+                                                             Role.ASSISTANT)
+        told = [(message.channel, message.recipient, message.content[0].text) for message in read]
+        events = texts.parsed("harmony", texts.cut(text, draw), {}, "harmony")
+        if told != messages or texts.of_harmony(events) != texts.expected_of_harmony(messages):
+            wrong += 1
+            print(f"harmony, seed {seed}: {text!r}: {messages}, {told}, {texts.of_harmony(events)}")
+        seen.append({"text": text, "messages": messages})
+    if record:
+        Path(record).write_text(json.dumps(seen, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(f"{count:,} outputs by openai-harmony, {wrong} wrong")
+    return wrong
+
+
 def schemas(count: int, first_seed: int, seconds: float) -> int:
     from tests.extras import forced_calls
 
@@ -150,6 +177,8 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--templates", action="store_true")
     parser.add_argument("--schemas", type=int, help="number of seeds; the formats take turns")
+    parser.add_argument("--harmony", type=int, help="number of outputs")
+    parser.add_argument("--record", metavar="FILE")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of --schemas")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
@@ -160,6 +189,8 @@ def main() -> int:
         wrong += templates()
     if options.schemas:
         wrong += schemas(options.schemas, options.first_seed, options.seconds)
+    if options.harmony:
+        wrong += harmony(options.harmony, options.first_seed, options.record)
     if options.time:
         wrong += cost()
     return bool(wrong)

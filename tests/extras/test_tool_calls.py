@@ -32,6 +32,7 @@ def called(events):
     """Return (name, arguments) of each call of the events, which are whole."""
     assert all(event.is_whole for event in events)
     begun = [event for event in events if event.kind == "begins"]
+    assert sum(event.kind == "ends" for event in events) == len(begun)
     joined = ["".join(event.text for event in events if event.call == number and event.kind == "arguments")
               for number in range(len(begun))]
     return [(event.name, json.loads(text)) for event, text in zip(begun, joined, strict=True)]
@@ -134,6 +135,22 @@ def test_patterns_and_formats_of_strings_without_quotes(guided):
         assert all(guided.matches(held, each) for each in good) and not any(guided.matches(held, each) for each in bad)
     with pytest.raises(CannotTranslate):
         conditions({"type": "string", "format": "color"})
+
+
+def test_what_openai_harmony_writes_is_read_as_it_reads_it():
+    """harmony.json was written by openai-harmony 0.0.8: `python tests/campaigns/tool_calls.py --harmony 12`."""
+    for output in json.loads((Path(__file__).parent / "harmony.json").read_text(encoding="utf-8")):
+        for pieces in ([output["text"]], list(output["text"])):
+            events = texts.parsed("harmony", pieces, {}, "harmony")
+            assert texts.of_harmony(events) == texts.expected_of_harmony(output["messages"])
+            assert all(event.is_whole for event in events)
+
+
+def test_harmony_outputs_that_are_not_as_they_should_be():
+    call = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    for text, expected in (("No header.", [("text", "No header.")]), ("word " * 200, [("text", "word " * 200)]),
+                           (call, [("begins", ""), ("ends", "")]), ("<|channel|>final", [])):
+        assert [tuple(event)[:2] for event in texts.parsed("harmony", list(text), {}, "harmony")] == expected
 
 
 def test_names_that_are_not_in_the_list():

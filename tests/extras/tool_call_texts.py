@@ -160,6 +160,45 @@ def reasoning_for(name: str, draw: random.Random) -> str | None:
     return "harmony" if name == "harmony" else draw.choice(["think", None])
 
 
+def harmony_of(library, draw: random.Random) -> tuple[str, list[tuple[str, str | None, str]]]:
+    """Return an output of gpt-oss as openai-harmony renders it, and its messages: (channel, recipient, text)."""
+    from openai_harmony import Message, Role
+
+    plain = [each for each in STRINGS if each.strip() and "<|" not in each]
+    messages = []
+    for kind in [*draw.choices("acp", k=draw.randrange(4)), draw.choice("fpp")]:
+        name, text = draw.choice(NAMES[:3]), " ".join(draw.choices(plain, k=3))
+        messages.append({"a": ("analysis", None, text), "c": ("commentary", None, text), "f": ("final", None, text),
+                         "p": ("commentary", f"functions.{name}", json.dumps({"a": text}, ensure_ascii=False))}[kind])
+    rendered = []
+    for channel, recipient, text in messages:
+        message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
+        if recipient:
+            kind = draw.choice(["<|constrain|>json", "json"])
+            message = message.with_recipient(recipient).with_content_type(kind)
+        rendered.append(library.decode_utf8(library.render(message)))
+    return "".join(rendered).removeprefix("<|start|>assistant"), messages
+
+
+def expected_of_harmony(messages: list) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the text, the reasoning and the calls of messages, without blanks."""
+    def joined(*channels: str) -> str:
+        return "".join("".join(text.split()) for channel, recipient, text in messages
+                       if channel in channels and recipient is None)
+    calls = [(recipient.removeprefix("functions."), text) for _, recipient, text in messages if recipient is not None]
+    return joined("commentary", "final"), joined("analysis"), calls
+
+
+def of_harmony(events: list) -> tuple[str, str, list[tuple[str, str]]]:
+    """Return the same of events."""
+    def joined(kind: str) -> str:
+        return "".join("".join(event.text.split()) for event in events if event.kind == kind)
+    names = [event.name for event in events if event.kind == "begins"]
+    return joined("text"), joined("reasoning"), [
+        (name, "".join(event.text for event in events if event.kind == "arguments" and event.call == number))
+        for number, name in enumerate(names)]
+
+
 def tiresome(name: str, size: int) -> dict[str, str]:
     """Return kind -> a text of about `size` characters that may be slow to parse."""
     def of(text: str, start: str = "") -> str:

@@ -170,6 +170,7 @@ class CallGrammar:
         for name, schema in () if called is None else called.tools.items():
             head = " | ".join(lit(each) for each in (
                 f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+                f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
                 f" to=functions.{name}<|channel|>commentary json<|message|>"))
             starts.append(f"({head}) {rules.json(schema, is_arguments=True)}")
         return rules.whole(f"{lead} ({' | '.join(starts)})")

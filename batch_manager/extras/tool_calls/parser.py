@@ -40,6 +40,7 @@ from .values import JSON, PYTHON, ValueReader, begun, escaped
 BEGINS, ARGUMENTS, ENDS = "begins", "arguments", "ends"
 LONGEST_NAME = 256
 MOST_BLANKS = 64        # on each side of a name
+LONGEST_HEADER = 512
 _NAME = re.compile(rf"\s{{0,{MOST_BLANKS}}}[^\s<>(){{}}\[\]\"'=,;]{{0,{LONGEST_NAME}}}\s{{0,{MOST_BLANKS}}}")
 _KEYS_OF_ARGUMENTS = ("arguments", "parameters")
 _STRING_END = re.compile(r'["\\]')
@@ -118,7 +119,8 @@ class CallParser:
             if not (self._count and self._skips_blank):      # otherwise, the end of the call is cut off
                 self._sink(state, held)
         elif isinstance(state, Until) and state.sink == HEADER:
-            pass                                 # a header without a message
+            if state is self._states["begin"].state and "<|" not in self._word + held:     # an output without a header
+                self._emit_text(self._word + held)
         else:
             self._emit_text(self._raw + held)
         if not self._skips_blank and self._kind_of_state != REASONING:
@@ -211,7 +213,7 @@ class CallParser:
             self._begin_field()
         elif self._kind_of_state == REASONING:
             self._skips_blank, self._blank = True, ""
-        elif go.state == "text" and self._name is not None:
+        elif go.state in ("text", "header") and self._name is not None:
             self._emit_end()
 
     def _enter(self, machine: "_State") -> None:
@@ -275,7 +277,11 @@ class CallParser:
             self._word = word
             self._raw += text
         elif kind == HEADER:
-            self._word = (self._word + text)[-2 * LONGEST_NAME:]
+            word = self._word + text
+            if state is self._states["begin"].state and len(word) > LONGEST_HEADER:    # it is none
+                self._raw, good = word[:LONGEST_HEADER], LONGEST_HEADER - len(self._word)
+                return good
+            self._word = word[-LONGEST_HEADER:]
         elif kind == KEY:
             self._word += text
         elif self._name is None:
@@ -354,7 +360,7 @@ class CallParser:
 
     def _leave_arguments(self, state: Arguments, is_whole: bool) -> None:
         self._is_whole, then = is_whole, state.then
-        if then == "close" and is_whole:
+        if then == "close":                      # what stands before the mark of the end is no text
             self._go(Go(then))
             return
         self._emit_end()
