@@ -57,6 +57,7 @@ SUITES: dict[str, str] = {
     "T21": "tests.campaigns.adapters",
     "T22": "tests.campaigns.many_adapters",
     "T23": "tests.campaigns.drawing",
+    "T24": "tests.campaigns.tool_calls",
 }
 
 

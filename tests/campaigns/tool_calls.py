@@ -1,5 +1,6 @@
-"""Tool calls and reasoning: more of what tests/extras/test_tool_calls.py proves, templates of trl, and the time.
+"""T24: tool calls and reasoning: more of what tests/extras/test_tool_calls.py proves, templates of trl, and the time.
 
+    python -m tests.campaigns --tier F --suite T24            # cuttings, schemas and time
     python tests/campaigns/tool_calls.py --cuttings 10000     # of each format: the events of the whole text
     python tests/campaigns/tool_calls.py --templates          # trl's chat templates (pip install --no-deps trl)
     python tests/campaigns/tool_calls.py --schemas 2000       # forced calls at temperature 1.5, checked by jsonschema
@@ -19,6 +20,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,16 +33,36 @@ from batch_manager.extras.tool_calls import (
     format_of_template,
     reasoning_of_template,
 )
+from tests.campaigns.registry import Options, Summary
 from tests.extras import tool_call_texts as texts
 
 MOST_US = 5
 
-def cuttings(count: int, first_seed: int) -> int:
+def run(options: Options) -> Summary:
+    """Run the cuttings of a tier in half of the time, its schemas in the other half, and the time of tokens."""
+    num_cuttings, num_schemas = {"Q": (20, 14), "F": (10_000, 2_000), "C": (100_000, 20_000)}[options.tier]
+    half = float("inf") if options.seconds is None else options.seconds / 2
+    summary, script, told = Summary(""), "python tests/campaigns/tool_calls.py", []
+    if cuttings(num_cuttings, options.first_seed, half):
+        summary.failures.append(f"{script} --cuttings {num_cuttings} --first-seed {options.first_seed}")
+    if schemas(num_schemas, options.first_seed, half, told.append):
+        summary.failures.append(f"{script} --schemas {num_schemas} --first-seed {options.first_seed}")
+    if cost():
+        summary.failures.append(f"{script} --time")
+    summary.ran = f"T24: {len(FORMATS)} formats, up to {num_cuttings:,} cuttings each; {told[-1]}"
+    if options.seconds is not None:
+        summary.short.append("the time was limited")
+    return summary
+
+
+def cuttings(count: int, first_seed: int, seconds: float = float("inf")) -> int:
     """Compare the events of cut texts with those of the whole; half of the texts are damaged."""
-    wrong = 0
+    wrong, each_s = 0, seconds / len(FORMATS)
     for name in FORMATS:
-        bad = 0
+        bad, end = 0, time.monotonic() + each_s
         for seed in range(first_seed, first_seed + count):
+            if time.monotonic() > end:
+                break
             draw = random.Random(seed)
             text, tools, calls = texts.output(name, seed // 2)
             reasoning, is_inside = "harmony" if name == "harmony" else "think", False
@@ -54,7 +76,7 @@ def cuttings(count: int, first_seed: int) -> int:
             elif not seed % 2 and read_back(whole) != calls:
                 bad += 1
                 print(f"{name}, seed {seed}: the calls differ")
-        print(f"{name}: {count:,} cuttings, {bad} wrong", flush=True)
+        print(f"{name}: {seed + 1 - first_seed:,} cuttings, {bad} wrong", flush=True)
         wrong += bad
     return wrong
 
@@ -126,15 +148,15 @@ def harmony(count: int, first_seed: int, record: str | None) -> int:
     return wrong
 
 
-def schemas(count: int, first_seed: int, seconds: float) -> int:
+def schemas(count: int, first_seed: int, seconds: float, tell: Callable[[str], None] = print) -> int:
     from tests.extras import forced_calls
 
     with tempfile.TemporaryDirectory() as folder:
         counts, wrong = forced_calls.run(folder, range(first_seed, first_seed + count), seconds)
     for each in wrong:
         print(each)
-    print(f"seeds from {first_seed} on: {', '.join(f'{number:,} {what}' for what, number in sorted(counts.items()))}; "
-          f"{len(wrong)} wrong")
+    tell(f"seeds from {first_seed} on: {', '.join(f'{number:,} {what}' for what, number in sorted(counts.items()))}; "
+         f"{len(wrong)} wrong")
     return len(wrong)
 
 

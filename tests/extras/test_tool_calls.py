@@ -1,4 +1,4 @@
-"""Text, reasoning and tool calls of an output are the same however its text is cut, in every format.
+"""T24: text, reasoning and tool calls of an output are the same however its text is cut, in every format.
 
 tool_call_texts.py makes the outputs. This file runs a few hundred cuttings; more:
 
