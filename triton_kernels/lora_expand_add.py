@@ -6,8 +6,9 @@ Shapes      y               [T, O]          outputs of the layer; contiguous row
             shrunk          [pieces, K, T, R] float32, from lora_shrink
             pages           [P, E]          pages of adapters, each with one rank of every projection of a model
             tiles           [W, 3] int32    first row, end, adapter: at most ROWS adjacent rows of one adapter
-            adapter_pages   [D, R] int32    page of each rank of each adapter; R is a multiple of RANKS
-            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there
+            adapter_pages   [D, R] int32    page of each rank of each adapter; R is a multiple of RANKS; any row stride
+            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there;
+                                            any row stride
             projections     [K, 5] int32    number (column of `ranks`), A's place in a page and B's place, both in units
                                             of UNIT entries, first output in the layer, number of outputs
             most_outputs    largest number of outputs in `projections`
@@ -30,21 +31,21 @@ COLUMNS = 128                # outputs of a program
 
 
 @triton.jit(
-    do_not_specialize=["num_pieces", "num_adapter_pages", "num_ranks", "shrunk_stride_p", "shrunk_stride_k",
+    do_not_specialize=["num_pieces", "adapter_stride", "ranks_stride", "shrunk_stride_p", "shrunk_stride_k",
                        "shrunk_stride_t"],
     do_not_specialize_on_alignment=["tiles_ptr", "adapter_pages_ptr", "ranks_ptr", "projections_ptr"],
 )
 def _lora_expand_add_kernel(
     y_ptr, shrunk_ptr, pages_ptr, tiles_ptr, adapter_pages_ptr, ranks_ptr, projections_ptr,
     y_stride_t, page_stride,                              # elements from one row, one page, to the next
-    num_pieces, num_adapter_pages, num_ranks,             # columns of adapter_pages and of ranks
+    num_pieces, adapter_stride, ranks_stride,             # the last two: from one adapter to the next
     shrunk_stride_p, shrunk_stride_k, shrunk_stride_t,
     ROWS: tl.constexpr, RANKS: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     tile, projection = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
     adapter = tl.load(tiles_ptr + 3 * tile + 2).to(tl.int64)
-    own_ranks = tl.load(ranks_ptr + adapter * num_ranks + tl.load(projections_ptr + 5 * projection))
+    own_ranks = tl.load(ranks_ptr + adapter * ranks_stride + tl.load(projections_ptr + 5 * projection))
     first_output = tl.load(projections_ptr + 5 * projection + 3)
     num_outputs = tl.load(projections_ptr + 5 * projection + 4)
     if ALIGNED:
@@ -61,7 +62,7 @@ def _lora_expand_add_kernel(
         for start in range(0, own_ranks, RANKS):
             rank = start + tl.arange(0, RANKS)
             rank_inside = rank < own_ranks
-            page = tl.load(adapter_pages_ptr + adapter * num_adapter_pages + rank, mask=rank_inside, other=0)
+            page = tl.load(adapter_pages_ptr + adapter * adapter_stride + rank, mask=rank_inside, other=0)
             b = tl.load(pages_ptr + page.to(tl.int64)[:, None] * page_stride + place + column[None, :],
                         mask=rank_inside[:, None] & in_page[None, :], other=0.0)
             inside = row_inside[:, None] & rank_inside[None, :]
@@ -82,14 +83,14 @@ def lora_expand_add(y, shrunk, pages, tiles, adapter_pages, ranks, projections, 
     """Add the outputs of adapters to y, in place. Returns y. See the module docstring for shapes."""
     assert y.dtype == pages.dtype and y.stride(1) == pages.stride(1) == shrunk.stride(3) == 1
     assert adapter_pages.shape[1] % RANKS == 0 and pages.stride(0) % UNIT == 0
-    assert all(index.is_contiguous() for index in (tiles, adapter_pages, ranks, projections))
+    assert tiles.is_contiguous() and projections.is_contiguous() and adapter_pages.stride(1) == ranks.stride(1) == 1
     if len(tiles) == 0:
         return y
 
     grid = (len(tiles), len(projections), triton.cdiv(most_outputs, COLUMNS))
     _lora_expand_add_kernel[grid](
         y, shrunk, pages, tiles, adapter_pages, ranks, projections, y.stride(0), pages.stride(0), shrunk.shape[0],
-        adapter_pages.shape[1], ranks.shape[1], shrunk.stride(0), shrunk.stride(1), shrunk.stride(2),
+        adapter_pages.stride(0), ranks.stride(0), shrunk.stride(0), shrunk.stride(1), shrunk.stride(2),
         ROWS=ROWS, RANKS=RANKS, UNIT=UNIT, COLUMNS=COLUMNS, ALIGNED=aligned, num_warps=4,
     )
     return y

@@ -5,8 +5,9 @@
 Shapes      x               [T, I]          rows of I inputs; contiguous rows, any row stride
             pages           [P, E]          pages of adapters, each with one rank of every projection of a model
             tiles           [W, 3] int32    first row, end, adapter: at most ROWS adjacent rows of one adapter
-            adapter_pages   [D, R] int32    page of each rank of each adapter; R is a multiple of RANKS
-            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there
+            adapter_pages   [D, R] int32    page of each rank of each adapter; R is a multiple of RANKS; any row stride
+            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there;
+                                            any row stride
             projections     [K, 5] int32    number (column of `ranks`), A's place in a page and B's place, both in units
                                             of UNIT entries, first output in the layer, number of outputs
             out             [pieces, K, T, R] float32; None: allocated
@@ -30,27 +31,26 @@ PIECE = 1024                 # inputs of a program
 
 
 @triton.jit(
-    do_not_specialize=["num_adapter_pages", "num_ranks", "out_stride_p", "out_stride_k", "out_stride_t"],
+    do_not_specialize=["num_blocks", "adapter_stride", "ranks_stride", "out_stride_p", "out_stride_k", "out_stride_t"],
     do_not_specialize_on_alignment=["tiles_ptr", "adapter_pages_ptr", "ranks_ptr", "projections_ptr"],
 )
 def _lora_shrink_kernel(
     x_ptr, pages_ptr, tiles_ptr, adapter_pages_ptr, ranks_ptr, projections_ptr, out_ptr,
     x_stride_t, page_stride,                              # elements from one row, one page, to the next
-    num_adapter_pages, num_ranks,                         # columns of adapter_pages and of ranks
+    num_blocks, adapter_stride, ranks_stride,             # RANKS ranks are a block; from one adapter to the next
     out_stride_p, out_stride_k, out_stride_t,
     SIZE: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr,
 ):
     tile, projection = tl.program_id(0), tl.program_id(1)
-    blocks = num_adapter_pages // RANKS                   # of ranks
-    piece, first_rank = tl.program_id(2) // blocks, tl.program_id(2) % blocks * RANKS
+    piece, first_rank = tl.program_id(2) // num_blocks, tl.program_id(2) % num_blocks * RANKS
     first, end = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
     adapter = tl.load(tiles_ptr + 3 * tile + 2).to(tl.int64)
-    own_ranks = tl.load(ranks_ptr + adapter * num_ranks + tl.load(projections_ptr + 5 * projection))
+    own_ranks = tl.load(ranks_ptr + adapter * ranks_stride + tl.load(projections_ptr + 5 * projection))
     if first_rank < own_ranks:
         row, rank = first + tl.arange(0, ROWS), first_rank + tl.arange(0, RANKS)
         row_inside, rank_inside = row < end, rank < own_ranks
-        page = tl.load(adapter_pages_ptr + adapter * num_adapter_pages + rank, mask=rank_inside, other=0)
+        page = tl.load(adapter_pages_ptr + adapter * adapter_stride + rank, mask=rank_inside, other=0)
         place = tl.load(projections_ptr + 5 * projection + 1).to(tl.int64) * UNIT
         x_row_ptr = x_ptr + row.to(tl.int64)[:, None] * x_stride_t
         a_row_ptr = pages_ptr + page.to(tl.int64)[None, :] * page_stride + place        # arrives transposed
@@ -79,15 +79,15 @@ def lora_shrink(x, pages, tiles, adapter_pages, ranks, projections, out=None):
         out = torch.empty(num_pieces, len(projections), num_rows, num_ranks, dtype=torch.float32, device=x.device)
     assert x.dtype == pages.dtype and x.stride(1) == pages.stride(1) == out.stride(3) == 1
     assert num_ranks % RANKS == 0 and pages.stride(0) % UNIT == 0
-    assert all(index.is_contiguous() for index in (tiles, adapter_pages, ranks, projections))
+    assert tiles.is_contiguous() and projections.is_contiguous() and adapter_pages.stride(1) == ranks.stride(1) == 1
     if len(tiles) == 0:
         return out
 
     step = 512 // (2 * x.element_size())
     grid = (len(tiles), len(projections), num_pieces * (num_ranks // RANKS))
     _lora_shrink_kernel[grid](
-        x, pages, tiles, adapter_pages, ranks, projections, out, x.stride(0), pages.stride(0), num_ranks,
-        ranks.shape[1], out.stride(0), out.stride(1), out.stride(2),
+        x, pages, tiles, adapter_pages, ranks, projections, out, x.stride(0), pages.stride(0),
+        num_ranks // RANKS, adapter_pages.stride(0), ranks.stride(0), out.stride(0), out.stride(1), out.stride(2),
         SIZE=size, ROWS=ROWS, RANKS=RANKS, UNIT=UNIT, PIECE=PIECE, STEP=step, STAGES=4, num_warps=2, num_stages=4,
     )
     return out

@@ -124,7 +124,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                    free_bytes=free_memory(torch.device("cpu")))
     if part is not None:                                  # each sees the memory that all weights of a machine leave
         part.agree("weights", None)
-    num_pages, page_bytes, reasons = 0, 0, []
+    adapter_bytes, num_pages, reasons = 0, 0, []
     if port is not None:
         entries = max(port.entries, 1)                    # a stage may have no projection
         page_bytes = entries * loaded.dtype.itemsize
@@ -134,8 +134,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         reasons.append(reason)
         if part is not None:
             num_pages, = part.least("adapter pages", num_pages)
+        adapter_bytes = num_pages * page_bytes + port.scratch_bytes(step_tokens)
     plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
-                 None if "graph" in absent else graph_sizes, num_pages * page_bytes,
+                 None if "graph" in absent else graph_sizes, adapter_bytes,
                  1 if part is None else part.place.local_size)
     if part is not None:
         blocks, host_blocks = part.least("KV cache blocks", plan.num_blocks, host_blocks)
@@ -163,7 +164,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                                is_engine_thread=is_engine_thread, adapters=port)
             handlers = block_operations(pool, host_pool)
             if port is not None:
-                port.bind(LoraPool(port.projections, entries, num_pages, loaded.dtype, device), parts.slots)
+                port.bind(LoraPool(port.projections, entries, num_pages, loaded.dtype, device, peft.max_adapter_size),
+                          parts.slots)
                 handlers[AdapterLoad] = port.pool.load
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on
@@ -285,7 +287,7 @@ def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int
     """Return the number of blocks of the KV cache pool, beside the buffers of steps.
 
     graph_sizes     sizes of the captured steps with contexts; None: no graphs are captured
-    adapter_bytes   bytes of the pages of adapters
+    adapter_bytes   bytes of the pages of adapters, and of what a layer computes with them
     local_ranks     number of ranks on this machine
     """
     spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config

@@ -70,7 +70,8 @@ class Mixture:
             "num_threads": 1, "peft_cache_config": PeftCacheConfig(
                 max_adapter_size=LARGEST_RANK, num_device_module_layer=PAGES * self._projections), **options})
         try:
-            client.wait_for_finals(*range(len(self.asks)))
+            for number in range(len(self.asks)):               # each gets a deadline: the machine may be busy
+                client.wait_for_finals(number)
         finally:
             assert manager.shutdown(drain=False, timeout=60)
         finals = [client.final(number) for number in range(len(self.asks))]

@@ -47,7 +47,7 @@ class WithAdapters(Driver):
         self.port, slots = port, SlotState(16, torch.device("cpu"))
         super().__init__(loaded, compiled=compiled, **options)
         num_pages = 3 + sum(content.num_pages for content in contents.values())
-        pool = LoraPool(port.projections, port.entries, num_pages, loaded.dtype, torch.device("cpu"))
+        pool = LoraPool(port.projections, port.entries, num_pages, loaded.dtype, torch.device("cpu"), 128)
         pool.pages.fill_(torch.nan)
         free = np.random.default_rng(0).permutation(num_pages).tolist()
         placed = {}

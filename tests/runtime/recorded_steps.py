@@ -17,10 +17,17 @@ from unittest import mock
 import numpy as np
 import torch
 
-from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager import KvCacheConfig, PeftCacheConfig, TrtGptModelOptionalParams
 from batch_manager.attention import triton_paged
 from batch_manager.errors import ConfigError
-from batch_manager.handover import BlockTableUpdates, ContextWork, GenerationWork, ScheduledBatch, SlotSetup
+from batch_manager.handover import (
+    AdapterLoad,
+    BlockTableUpdates,
+    ContextWork,
+    GenerationWork,
+    ScheduledBatch,
+    SlotSetup,
+)
 from batch_manager.layers.recording import record_embedding
 from batch_manager.runtime import build_backend, packing
 from batch_manager.runtime.build_backend import build_native_backend
@@ -34,6 +41,7 @@ from batch_manager.runtime.forms.graph.form import GraphForm
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
+from tests.harness.adapters import random_content
 from tests.integration import engine_modes
 from tests.runtime.capture_recorder import Recorder, ReplayedGraph
 
@@ -73,15 +81,15 @@ class Steps:
     launches   what is launched
     """
 
-    def __init__(self, checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS):
+    def __init__(self, checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS, adapters=None):
         params = TrtGptModelOptionalParams(
-            device="cpu", dtype=dtype, num_threads=1,
+            device="cpu", dtype=dtype, num_threads=1, peft_cache_config=adapters,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
         with mock.patch.object(table, "make_graph", lambda *given: setattr(self, "given", given)):
             self.backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots,
                                                 graph=ReplayedGraph)            # only `replays` captures graphs
         self.parts, self.inputs, self.launches, _, self.sizes, _ = self.given
-        shapes = captured_shapes(num_slots, self.sizes, self.inputs.may_split)
+        shapes = captured_shapes(num_slots, self.sizes, self.inputs.may_split, adapters is not None)
         self.form = GraphForm(self.parts, self.inputs, {shape: partial(self._record, shape) for shape in shapes})
 
     def _record(self, shape):
@@ -177,6 +185,22 @@ def merged_in_decode(folder):
         yield {**found, "finding": "merged in decode", "counters": [
             int(counters.abs().sum()) for counters in steps.parts.attention._counters]}
     triton_paged.MERGES_IN_DECODE = False
+
+
+def adapted(folder):
+    """Yield findings of steps in which sequences have two adapters, or none: generation rows, and with contexts."""
+    steps = Steps(engine_modes.checkpoint(folder), adapters=PeftCacheConfig(max_adapter_size=16))
+    port, all_pages = steps.parts.adapters, [(0, 1), (5, 3, 4)]
+    with torch.inference_mode():
+        for number, pages in enumerate(all_pages):
+            port.pool.load(AdapterLoad(number, pages, random_content(port.modules, number, len(pages))))
+        steps.parts.decoder.set_up((slot, SlotSetup(adapter_pages=([*all_pages, *all_pages, all_pages[0], None])[slot]))
+                                   for slot in range(SLOTS))
+    draw = np.random.default_rng(7)
+    yield {**recording(steps, Shape(4, False, True, adapts=True), random_batch(draw, 4, False),
+                       random_batch(draw, 3, False)), "finding": "adapted"}
+    yield {**recording(steps, SPLIT_MIXED._replace(adapts=True), random_batch(
+        draw, 3, False, [(40, True), (1, True)]), random_batch(draw, 1, False, [(40, True)])), "finding": "adapted"}
 
 
 def counted(folder):
@@ -343,7 +367,8 @@ if __name__ == "__main__":
     table.warm_up = lambda *_: None
     fused.compared_tokens = lambda *_: ()
     made = Steps(engine_modes.checkpoint(sys.argv[1]))
-    for finding in chain(recordings(made), planted(made), wrong_replays(sys.argv[1]), replays(sys.argv[1]),
-                         launches(sys.argv[1]), counted(sys.argv[1]), merged_in_decode(sys.argv[1]),
+    for finding in chain(recordings(made), planted(made), adapted(sys.argv[1]),
+                         wrong_replays(sys.argv[1]), replays(sys.argv[1]), launches(sys.argv[1]),
+                         counted(sys.argv[1]), merged_in_decode(sys.argv[1]),
                          many_rows(sys.argv[1])):
         print(json.dumps(finding), flush=True)

@@ -236,9 +236,10 @@ def test_a_sequence_with_the_bit_gets_the_same_tokens_or_the_named_word(engines,
         assert of_generation == (name, [])
     else:
         assert of_generation.form == "packed" and of_generation.obstacles == {name: word}
-    if name == "graph" and word in ("sampled", "log-probs"):
+    served_while_generating = ("sampled", "log-probs", *(["adapter"] if name != "fused" else []))
+    if name == "graph" and word in served_while_generating:
         assert [choice.form for choice in choices[:2]] == ["graph", "graph"]
-    elif name in ("fused", "fixed") and word in ("sampled", "log-probs"):
+    elif name in ("fused", "fixed") and word in served_while_generating:
         assert choices[1].obstacles == {name: "contexts"}
     if name == "graph" and word == "context logits":
         assert choices[0].obstacles == {name: word}
@@ -375,12 +376,14 @@ def test_mutant_compiled_steps_without_the_adapters_that_they_serve(engines, mon
         same(found, expected)
 
 
-def test_mutant_forms_that_serve_an_adapter_which_they_do_not_add(engines, monkeypatch):
-    for name in ("graph", "fused", "fixed"):
-        form = engines[name]._forms._forms[0]
-        monkeypatch.setattr(form, "serves", form.serves | slots.ADAPTER)
-        with pytest.raises(AssertionError):
-            same(run(engines[name], SETUPS["adapter"])[0], run(engines["packed"], SETUPS["adapter"])[0])
+def test_mutant_fixed_addresses_without_the_tiles_of_adapters(engines):
+    expected, _ = run(engines["packed"], SETUPS["adapter"])
+    for name in ("graph", "fixed"):
+        inputs = engines[name]._forms._forms[0]._inputs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inputs, "_tiles", lambda *given: fixed_inputs.NO_TILES)
+            with pytest.raises(AssertionError):
+                same(run(engines[name], SETUPS["adapter"])[0], expected)
 
 
 def test_mutant_table_changes_that_only_steps_of_the_form_note(engines, monkeypatch):

@@ -112,7 +112,8 @@ class Engine:
         self.decoder = GptDecoder(SlotState(SLOTS + 1, CPU, self.uploads.send))
         self.parts = SimpleNamespace(
             device=CPU, uploads=self.uploads, readbacks=Readbacks(ELSEWHERE), tables=self.tables,
-            slots=self.decoder.state, decoder=self.decoder, attention=attention, num_slots=SLOTS, tokens_per_block=SIZE)
+            slots=self.decoder.state, decoder=self.decoder, attention=attention, num_slots=SLOTS, tokens_per_block=SIZE,
+            adapters=None)
         inputs = FixedInputs(self.parts, largest_shapes(SLOTS, {MIXED}))
         launches = Launches(self.parts, inputs, Model(), None)
         self.form = GraphForm(self.parts, inputs, {

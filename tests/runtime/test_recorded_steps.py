@@ -46,11 +46,12 @@ def test_two_batches_of_a_shape_launch_the_same_and_a_replay_of_one_gives_the_ot
     recordings = findings[1]["recording"]
     assert len(recordings) == 8 + 4 + 2
     for recording in recordings:
+        assert not recording["fused"].keys() & {"_lora_shrink_kernel", "_lora_expand_add_kernel"}
         assert recording["different"] == [] and recording["refusals"] == [], recording
         one, other = recording["launches"]
         assert one == other > 20
         assert recording["replayed"] and min(recording["sampled"]) >= 0
-        _, is_split, _, _, contexts = recording["shape"]
+        _, is_split, _, _, contexts, _ = recording["shape"]
         assert recording["merges"] == is_split * (1 + (contexts > 0))
         assert recording["has_split_rows"] == is_split
         assert recording["has_split_contexts"] == (is_split and contexts > 0)
@@ -63,6 +64,14 @@ def test_a_split_step_whose_decode_kernel_combines_the_parts_takes_a_launch_fewe
         assert found["has_split_rows"] and found["counters"] == counters
     assert (separate["merges"], merged["merges"]) == (1, 0) and separate["sampled"] == merged["sampled"]
     assert merged["launches"][0] == separate["launches"][0] - 1
+
+
+def test_steps_with_adapters_are_determined_by_their_shape_and_take_two_launches_more_for_each_product(findings):
+    for found in findings[1]["adapted"]:
+        assert found["shape"][-1] and found["different"] == [] and found["refusals"] == [] and found["replayed"]
+        assert found["launches"][0] == found["launches"][1]
+        assert found["fused"]["_lora_shrink_kernel"] == found["fused"]["_lora_expand_add_kernel"] == 4      # one layer
+    assert len(findings[1]["adapted"]) == 2
 
 
 @pytest.mark.parametrize("samples, most", [(False, 6), (True, 8)])

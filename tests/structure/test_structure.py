@@ -304,7 +304,7 @@ SET_LATER = {
                            "_of_a_call", "wait_s", "_devices", "_timeout", "_threads"},
                           "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
-    "adapters/port.py": ({"entries", "pool", "_slots", "_planned", "segments", "sent"},
+    "adapters/port.py": ({"_most_sums", "entries", "pool", "_slots", "_planned", "segments", "sent"},
                          "while the model's layers are made; the rows of the planned and of the running step"),
     "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows", "adapters",
                                    "num_sequences", "table_stride", "_memory", "_capacity"},

@@ -15,6 +15,7 @@ from ..device.running import is_out_of_memory, pinned
 
 MADE_UP_RANKS = 3
 ROWS, RANKS = 16, 16               # of a tile of the kernels lora_shrink and lora_expand_add
+PIECE = 1024                       # inputs of a program of lora_shrink
 ALIGNED = 32                       # entries to which offsets in a page are rounded up; the rest is zeros
 
 
@@ -96,13 +97,18 @@ class LoraPool:
     projections   of the model, by their index
     entries       of a page
     pages         [num_pages, entries] on the device
+    most_pages    of an adapter; rounded up to RANKS
+
+    page_table    [num_pages + 1, most_pages] int32 on the device: for each page that is the first of an adapter, the
+                  adapter's pages. The last row belongs to no adapter
+    rank_table    [num_pages + 1, projections] int32 on the device: likewise, its ranks. Those of the last row are 0
 
     Raises InsufficientMemoryError.
     """
 
     def __init__(self, projections: Sequence[Projection], entries: int, num_pages: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        num_bytes = num_pages * entries * dtype.itemsize
+                 device: torch.device, most_pages: int = 64) -> None:
+        num_bytes, most_pages = num_pages * entries * dtype.itemsize, -(-most_pages // RANKS) * RANKS
         self.projections, self._at = projections, {}
         for projection in projections:
             for place in projection.places:
@@ -112,12 +118,14 @@ class LoraPool:
                 self.pages = torch.zeros((num_pages, entries), dtype=dtype, device=device)
             else:
                 self.pages = torch.from_numpy(allocate(num_bytes)).view(dtype).view(num_pages, entries)
+            table = torch.zeros((num_pages + 1, most_pages + len(projections)), dtype=torch.int32, device=device)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise InsufficientMemoryError(
                 f"{counted(num_pages, 'page')} of adapters take {counted(num_bytes, 'byte')}",
                 f"{device} cannot allocate them", "lower PeftCacheConfig.device_cache_percent") from error
+        self.page_table, self.rank_table, self._table = table[:, :most_pages], table[:, most_pages:], table
         self._loaded: dict[tuple[int, ...], Loaded] = {}
         self._owner: dict[int, tuple[int, ...]] = {}       # page -> key in _loaded
 
@@ -170,6 +178,12 @@ class LoraPool:
             del self._loaded[key]
 
     def _keep(self, key: tuple[int, ...], ranks: np.ndarray) -> None:
+        on_cpu, width = self.pages.device.type == "cpu", self._table.shape[1]
+        row = torch.zeros(width, dtype=torch.int32, device="cpu") if on_cpu else pinned((width,), torch.int32).zero_()
+        assert len(key) <= self.page_table.shape[1], "an adapter has more ranks than max_adapter_size"
+        row[: len(key)] = torch.tensor(key, dtype=torch.int32, device="cpu")
+        row[self.page_table.shape[1] :] = torch.from_numpy(ranks)
+        self._table[key[0]].copy_(row, non_blocking=True)
         self._loaded[key] = Loaded.of(key, ranks)
         self._owner.update(dict.fromkeys(key, key))
 

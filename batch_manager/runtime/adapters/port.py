@@ -12,7 +12,7 @@ from ...attention.interface import PackedStep
 from ...decoding.slots import ADAPTER, SlotState
 from ...triton_kernels import dispatch
 from ...weights.matrices import WHOLE_MATRIX, Share, rows_of_parts
-from .pool import ALIGNED, RANKS, ROWS, Loaded, LoraPool, Place, Projection
+from .pool import ALIGNED, PIECE, RANKS, ROWS, Loaded, LoraPool, Place, Projection
 
 
 class Segment(NamedTuple):
@@ -36,7 +36,8 @@ class LoraPort:
 
     uses_kernels       whether a layer launches the two kernels for all adapters of a step; otherwise, products in torch
                        for each segment
-    sent               tiles, pages and ranks of the running forward's adapters, as the kernels take them
+    sent               tiles, pages and ranks of the running forward's adapters, as the kernels take them; (): the
+                       layers compute the segments in torch
     """
 
     def __init__(self, wanted: Sequence[str] | None = None, max_adapter_size: int = 64, deterministic: bool = False,
@@ -47,6 +48,7 @@ class LoraPort:
         self.projections: list[Projection] = []
         self.entries = 0                                   # of a page
         self._sizes: dict[str, dict[int, tuple[int, int]]] = {}
+        self._most_sums = 0                                # of lora_shrink, for a token and a rank, in a layer
         self.segments: list[Segment] = []                  # of the running forward
         self._planned: list[Segment] = []
         self.pool: LoraPool | None = None
@@ -67,6 +69,10 @@ class LoraPort:
     def sizes(self) -> tuple[tuple[str, int, int, int], ...]:
         """Return (module, layer, inputs, outputs) of each projection, in the sizes of the whole model."""
         return tuple((module, layer, *size) for module, layers in self._sizes.items() for layer, size in layers.items())
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the largest result of lora_shrink in a step of `num_tokens`."""
+        return 4 * self._most_sums * _multiple(self.max_adapter_size, RANKS) * num_tokens * self.uses_kernels
 
     def add_sizes(self, sizes: Sequence[tuple[str, int, int, int]]) -> None:
         """Add what another rank's `sizes` returned, so that `modules` has the layers of all stages."""
@@ -114,42 +120,52 @@ class LoraPort:
                 self.projections.append(own[-1])
                 self._sizes.setdefault(module, {})[layer] = (whole_in_size, whole)
             first_output, first_row = first_output + size, first_row + whole
+        self._most_sums = max(self._most_sums, -(-in_size // PIECE) * len(own))
         return LoraModule(self, own) if own else None
+
+    @property
+    def unused_tile(self) -> int:
+        """The value of each entry of a tile without rows and ranks."""
+        return len(self.pool.pages)
 
     @property
     def num_planned(self) -> int:
         """Number of arrays that the newest `plan` returned."""
-        return 3 * (self.uses_kernels and bool(self._planned))
+        return int(self.uses_kernels and bool(self._planned))
 
     def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
-        """Find the adapters of the step's rows, and return the arrays that the kernels read.
+        """Find the adapters of the step's rows, and return the array of tiles that the kernels read, if they do.
 
         Raises KeyError if an adapter is not on the device.
         """
-        self._planned = self.segments_of(step)
-        if not self.num_planned:
-            return ()
-        adapters = list({id(segment.adapter): segment.adapter for segment in self._planned}.values())
-        number = {id(adapter): index for index, adapter in enumerate(adapters)}
-        tiles = [(first, min(first + ROWS, segment.end), number[id(segment.adapter)]) for segment in self._planned
-                 for first in range(segment.first, segment.end, ROWS)]
-        pages = np.zeros((len(adapters), _multiple(max(len(adapter.pages) for adapter in adapters), RANKS)), np.int32)
-        for row, adapter in zip(pages, adapters):
-            row[: len(adapter.pages)] = adapter.pages
-        return [np.array(tiles, np.int32), pages, np.stack([adapter.ranks for adapter in adapters])]
+        self._planned = self.segments_of(step.slots, step.query_starts)
+        return [self.tiles_of(self._planned)] if self.num_planned else ()
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.sent = tuple(tensors)
+        self.sent = ()
+        if tensors:
+            most = _multiple(max(len(segment.adapter.pages) for segment in self._planned), RANKS)
+            self.sent = (tensors[0], self.pool.page_table[:, :most], self.pool.rank_table)
 
-    def segments_of(self, step: PackedStep) -> list[Segment]:
-        """Return the segments of the step's rows that have an adapter, in order."""
+    def tiles_of(self, segments: Sequence[Segment]) -> np.ndarray:
+        """Return the tiles of the kernels, [W, 3] int32: first row, end, first page of the adapter."""
+        return np.array([(first, min(first + ROWS, segment.end), segment.adapter.pages[0]) for segment in segments
+                         for first in range(segment.first, segment.end, ROWS)], np.int32).reshape(-1, 3)
+
+    def segments_of(self, step_slots: np.ndarray, starts: np.ndarray, first_row: int = 0) -> list[Segment]:
+        """Return the segments of a step's rows that have an adapter, in order.
+
+        step_slots   [n] slot of each sequence
+        starts       [n + 1] offsets of their rows, which begin at `first_row`
+        """
         slots, segments = self._slots, []
-        has_adapter = slots.features[step.slots] & ADAPTER
+        has_adapter = slots.features[step_slots] & ADAPTER
         if not has_adapter.any():
             return segments
-        starts, last = step.query_starts, None
+        last = None
         for index in np.nonzero(has_adapter)[0].tolist():
-            pages, first, end = slots.adapters[int(step.slots[index])], int(starts[index]), int(starts[index + 1])
+            pages, first, end = slots.adapters[int(step_slots[index])], int(starts[index]), int(starts[index + 1])
+            first, end = first + first_row, end + first_row
             if segments and segments[-1].end == first and pages == last:
                 segments[-1] = segments[-1]._replace(end=end)
             else:
@@ -168,6 +184,15 @@ class LoraPort:
             finally:
                 slots.features[0] &= ~ADAPTER
                 del slots.adapters[0]
+
+    @contextmanager
+    def at_fixed_addresses(self, tiles: torch.Tensor) -> Iterator[None]:
+        """Context manager for a forward whose tiles are in `tiles` [W, 3]. All its launches depend on W alone."""
+        self.sent = (tiles, self.pool.page_table, self.pool.rank_table)
+        try:
+            yield
+        finally:
+            self.sent = ()
 
     @contextmanager
     def active(self) -> Iterator[None]:

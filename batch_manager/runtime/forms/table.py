@@ -186,7 +186,8 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
     if "fixed" not in absent and not can_bind(parts.attention):
         reason = f"{type_name(parts.attention)} cannot read its inputs at fixed addresses"
         absent |= {name: absent.get(name, reason) for name in ("graph", "fused", "fixed")}
-    inputs = None if "fixed" in absent else FixedInputs(parts, largest_shapes(parts.num_slots, graph_sizes))
+    inputs = None if "fixed" in absent else FixedInputs(parts, largest_shapes(
+        parts.num_slots, graph_sizes, parts.adapters is not None))
     table = record_embedding(model.embed)
 
     def assemble(model: Model, fused: FusedBody | None = None, compiled: Any = None

@@ -88,7 +88,9 @@ class CompiledForward:
         call = self._step
         call.positions, call.pool_slots, call.query_starts, call.block_tables = (array.ctypes.data for array in arrays)
         call.rows, call.num_sequences, call.table_stride = rows, len(step.slots), step.block_tables.shape[1]
-        adapters = self._adapters(self._port.segments_of(step), rows) if self._port is not None else None
+        adapters = None
+        if self._port is not None:
+            adapters = self._adapters(self._port.segments_of(step.slots, step.query_starts), rows)
         call.adapters = None if adapters is None else address(adapters[0])
         threads = self._governor.threads_for(rows)
         start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ....decoding.sampled_step import UNUSABLE
-from ....decoding.slots import LOG_PROBS, SAMPLES
+from ....decoding.slots import ADAPTER, LOG_PROBS, SAMPLES
 from ....handover import ScheduledBatch, StepOutput
 from ...device.running import Readback
 from ...packing import slots_not_finite
@@ -22,11 +22,13 @@ class FixedForm:
     name        "fused" if `launches` joins the launches of all these steps, "fixed" if the model's layers make them
     """
 
-    serves, threads = SERVED, None
+    threads = None
 
     def __init__(self, name: str, parts: DeviceParts, inputs: FixedInputs, launches: Launches,
                  most_rows: int | None = None) -> None:
         self.name, self.dispatch = name, parts.attention.dispatch
+        # A joined launch leaves no place between a product and what follows it.
+        self.serves = SERVED | ADAPTER if parts.adapters is not None and name != "fused" else SERVED
         self._parts, self._inputs, self._launches, self._most_rows = parts, inputs, launches, most_rows
 
     def misfit(self, batch: ScheduledBatch) -> int:
@@ -36,7 +38,8 @@ class FixedForm:
 
     def start(self, batch: ScheduledBatch, traits: int) -> "FixedResult":
         inputs = self._inputs
-        shape = inputs.write(batch, Shape(len(batch.generation), False, traits & SAMPLES != 0))
+        shape = inputs.write(batch, Shape(
+            len(batch.generation), False, traits & (SAMPLES | ADAPTER) != 0, adapts=traits & ADAPTER != 0))
         inputs.send(shape)
         self._launches.launch(shape)
         return read_result(self._parts, inputs, batch, shape, traits)

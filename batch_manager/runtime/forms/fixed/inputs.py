@@ -31,6 +31,7 @@ import torch
 from ....attention.interface import Attention, ContextInputs, GenerationInputs
 from ....handover import ScheduledBatch
 from ....triton_kernels.context_work_list import WORK_COLUMNS
+from ...adapters.pool import ROWS as TILE_ROWS
 from ...device.running import ALIGNMENT
 from ...packing import (
     NO_CONTEXT_ROWS,
@@ -46,7 +47,8 @@ from .shapes import MOST_CONTEXTS, Shape
 
 SPARE_CHANGES = 32                 # block table entries that a step can change beyond those for its own tokens
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
-UNUSED_SLOT, UNUSED_ENTRY, LAST_VALUE = "unused slot", "unused entry", "last value"         # kinds of padding
+UNUSED_SLOT, UNUSED_ENTRY, UNUSED_PAGE, LAST_VALUE = (               # kinds of padding
+    "unused slot", "unused entry", "unused page", "last value")
 
 
 def can_bind(attention: Attention) -> bool:
@@ -83,6 +85,8 @@ SECTIONS = (
     # Indices of the changed entries in the flattened block tables, and their blocks: BlockTables.changes.
     Section("table_entries", np.int64, ("change",), UNUSED_ENTRY),
     Section("table_blocks", np.int32, ("change",), 0),
+    # Tiles of the rows with an adapter: first row, end, first page of the adapter. Padding has no rows and no ranks.
+    Section("adapter_tiles", np.int32, ("adapter tile",), UNUSED_PAGE, (3,)),
 )
 # For each window of the layers: the results of `plan_generation` and `plan_contexts` of BindableAttention.
 WORK_SECTIONS = (
@@ -94,8 +98,10 @@ WORK_SECTIONS = (
 )
 GIVEN_BY = {"row": "rows", "context": "contexts", "token": "contexts", "context + 1": "contexts",
             "row beside contexts": "rows beside contexts", "change": "changes", "part": "work", "row + 1": "work",
-            "context part": "context work", "split token + 1": "context work", "split token": "context work"}
+            "context part": "context work", "split token + 1": "context work", "split token": "context work",
+            "adapter tile": "adapters"}
 
+NO_TILES = np.empty((0, 3), np.int32)
 Targets = list[tuple[np.ndarray, int | None]]          # (array to fill, value of its padding; None: the last value)
 
 
@@ -143,10 +149,12 @@ class FixedInputs:
     def __init__(self, parts: DeviceParts, largest: Sequence[Shape]) -> None:
         self._attention, self._tables, self._uploads = parts.attention, parts.tables, parts.uploads
         self._slots, self._num_slots, self._tokens_per_block = parts.slots, parts.num_slots, parts.tokens_per_block
+        self._port = port = parts.adapters
         num_rows, max_blocks = parts.tables.copied
         self._max_tokens, device = max_blocks * parts.tokens_per_block, parts.device
         self.block_tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
-        self._paddings = {UNUSED_SLOT: parts.num_slots, UNUSED_ENTRY: num_rows * max_blocks, LAST_VALUE: None}
+        self._paddings = {UNUSED_SLOT: parts.num_slots, UNUSED_ENTRY: num_rows * max_blocks, LAST_VALUE: None,
+                          UNUSED_PAGE: 0 if port is None else port.unused_tile}
         self._values_of_rows = _values("rows")
         self._values_of_contexts = _values("contexts")
         num_bytes = max(_offsets(self._sections(), self._counts(shape))[1] for shape in largest)
@@ -186,10 +194,22 @@ class FixedInputs:
         generation, contexts = NO_GENERATION_ROWS, None
         if len(batch.generation):
             generation = locate_generation(batch, self._tables, self._tokens_per_block)
+        tiles = NO_TILES
+        if shape.adapts:
+            tiles = self._tiles(batch, generation, shape.rows)
         if batch.context:
             contexts = locate_contexts(batch, self._tables, self._tokens_per_block, unused_slot=self._num_slots,
                                        num_rows_before=shape.rows)
-        return self._write(shape, generation, contexts)
+        return self._write(shape, generation, contexts, tiles)
+
+    def _tiles(self, batch: ScheduledBatch, generation: GenerationRows, num_rows: int) -> np.ndarray:
+        """Return the tiles of the rows with an adapter. Contexts begin at row `num_rows`."""
+        segments = self._port.segments_of(generation.slots, np.arange(len(generation.slots) + 1))
+        if batch.context:
+            lengths = [len(work.token_ids) for work in batch.context]
+            segments += self._port.segments_of(np.array([work.slot for work in batch.context], np.int32),
+                                               np.cumsum([0, *lengths]), num_rows)
+        return self._port.tiles_of(segments)
 
     def write_padding(self, shape: Shape) -> None:
         """Write the arrays of a step of which all is padding."""
@@ -204,7 +224,8 @@ class FixedInputs:
         """Forget the changes of the block tables. Call after a launch that read the arrays which `send` copies."""
         self._tables.forget_changes()
 
-    def _write(self, shape: Shape, generation: GenerationRows, contexts: ContextRows | None) -> Shape:
+    def _write(self, shape: Shape, generation: GenerationRows, contexts: ContextRows | None,
+               adapter_tiles: np.ndarray = NO_TILES) -> Shape:
         lengths = generation.kv_lengths
         if len(lengths) < shape.rows:
             lengths = np.zeros(shape.rows, np.int32)
@@ -225,6 +246,8 @@ class FixedInputs:
             self.block_tables.view(-1).index_copy_(0, *self._uploads.send([entries[room:], blocks[room:]]))
         _fill(targets["changes"], (entries[:room], blocks[:room]))
         _fill(targets["rows"], self._values_of_rows(generation))
+        if shape.adapts:
+            _fill(targets["adapters"], (adapter_tiles,))
         for windows, values in zip(division.work_targets, work):
             _fill(windows["work"], values)
         if contexts is not None:
@@ -245,7 +268,9 @@ class FixedInputs:
         counts = dict.fromkeys(GIVEN_BY, 0) | {
             "row": rows, "row + 1": rows + 1, "context": contexts, "token": tokens,
             "change": shape.num_sampled + tokens // self._tokens_per_block + SPARE_CHANGES,
-            "part": self._attention.most_parts(rows, max_blocks) if shape.is_split else rows}
+            "part": self._attention.most_parts(rows, max_blocks) if shape.is_split else rows,
+            # Each sequence may have an adapter of its own, and a tile that is not full.
+            "adapter tile": shape.num_sampled + tokens // TILE_ROWS if shape.adapts else 0}
         if contexts:
             most = self._attention.most_context_work(tokens, contexts, max_blocks, shape.is_split)
             counts |= {"context + 1": contexts + 1, "row beside contexts": rows, "context part": most.rows,

@@ -35,11 +35,15 @@ class Launches:
         if self._table is None:
             hidden = model.embed(hidden)                # until here these are the tokens
         attention.bind(given.generation, given.contexts)
-        if fused is not None and not shape.contexts and shape.rows <= fused.most_rows:
+        if fused is not None and not shape.contexts and not shape.adapts and shape.rows <= fused.most_rows:
             hidden = fused.run(hidden, positions, attention)
             logits = hidden if fused.gives_logits else model.logits(hidden)
         else:
-            hidden = model.forward(hidden, positions, attention)
+            if shape.adapts:
+                with self._parts.adapters.at_fixed_addresses(tensors["adapter_tiles"]):
+                    hidden = model.forward(hidden, positions, attention)
+            else:
+                hidden = model.forward(hidden, positions, attention)
             if shape.contexts:
                 # The sum of a row is not finite if any of its values is not.
                 torch.sum(hidden[shape.rows :], 1, dtype=torch.float32, out=given.context_sums)

@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     samples          whether rows may sample at random; False: all rows are greedy
     context_tokens   number of context tokens, padding included
     contexts         number of contexts, padding included
+    adapts           whether rows may have an adapter; such a step samples
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Shape(NamedTuple):
     samples: bool
     context_tokens: int = 0
     contexts: int = 0
+    adapts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -76,25 +78,28 @@ def mixed_sizes(most_rows: int, most_tokens: int, num_weights: int) -> frozenset
                      if 2 * num_weights * (rows + tokens) <= MOST_OPERATIONS)
 
 
-def captured_shapes(num_slots: int, sizes: Iterable[tuple[int, int]], may_split: Callable[[int, int], bool]
-                    ) -> list[Shape]:
+def captured_shapes(num_slots: int, sizes: Iterable[tuple[int, int]], may_split: Callable[[int, int], bool],
+                    adapts: bool = False) -> list[Shape]:
     """Return the shapes for which graphs are captured.
 
     num_slots   number of sequences in the largest step
     sizes       a result of `mixed_sizes`
     may_split   (generation rows, context tokens) -> whether attention may split keys into parts in such a step
+    adapts      whether the model has adapters. Steps with one have graphs of their own, which sample, so that steps
+                without one launch nothing for them
     """
     generation = [(Shape(rows, False, samples), may_split(rows, 0))
                   for rows in graph_rows(num_slots) for samples in (False, True)]
     mixed = [(mixed_shape(*size), may_split(*size)) for size in sizes]
-    return [shape._replace(is_split=is_split) for shape, may_be_split in (*generation, *mixed)
-            for is_split in (False, True)[: 1 + may_be_split]]
+    plain = [shape._replace(is_split=is_split) for shape, may_be_split in (*generation, *mixed)
+             for is_split in (False, True)[: 1 + may_be_split]]
+    return [*plain, *(shape._replace(adapts=True) for shape in plain if adapts and shape.samples)]
 
 
-def largest_shapes(num_slots: int, sizes: Iterable[tuple[int, int]]) -> list[Shape]:
+def largest_shapes(num_slots: int, sizes: Iterable[tuple[int, int]], adapts: bool = False) -> list[Shape]:
     """Return the shapes whose steps need the largest buffers; see `captured_shapes`."""
-    generation = Shape(max(num_slots, graph_rows(num_slots)[-1]), True, True)
-    return [generation, *(mixed_shape(*size)._replace(is_split=True) for size in sizes)]
+    generation = Shape(max(num_slots, graph_rows(num_slots)[-1]), True, True, adapts=adapts)
+    return [generation, *(mixed_shape(*size)._replace(is_split=True, adapts=adapts) for size in sizes)]
 
 
 def mixed_shape(rows: int, context_tokens: int) -> Shape:

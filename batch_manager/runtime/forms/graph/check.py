@@ -1,6 +1,8 @@
 """Checks that replayed graphs compute what the same steps compute when their kernels are launched one by one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +23,8 @@ def difference_of_graphs(start: Callable[[ScheduledBatch], PendingStep], replaye
                          parts: DeviceParts, *, long_blocks: int) -> str:
     """Run steps of each kind twice: replayed, and with their kernels launched one by one. Overwrites the KV cache.
 
-    The kinds are: greedy or sampled rows; keys that attention splits or not; with and without contexts.
+    The kinds are: greedy or sampled rows, or rows with an adapter; keys that attention splits or not; with and without
+    contexts.
 
     start         runs a step in a form that serves any batch, and carries its setups and changes of block tables out
     replayed      the form `graph` alone
@@ -29,8 +32,17 @@ def difference_of_graphs(start: Callable[[ScheduledBatch], PendingStep], replaye
     long_blocks   number of blocks of a sequence that attention may split
     Returns       the first difference in tokens or log-probabilities as text; "": there is none
     """
-    tolerance = TOLERANCES[parts.pool.dtype].log_probs
-    for setup in (GREEDY, SAMPLED):
+    tolerance, setups = TOLERANCES[parts.pool.dtype].log_probs, [GREEDY, SAMPLED]
+    with ExitStack() as adapters:
+        if parts.adapters is not None:
+            pages = adapters.enter_context(parts.adapters.pool.made_up())
+            setups.insert(0, replace(GREEDY, adapter_pages=pages))      # the first: slots keep the bit until the next
+        return _first_difference(start, setups, replayed, launched, parts, long_blocks, tolerance)
+
+
+def _first_difference(start: Callable[[ScheduledBatch], PendingStep], setups: Sequence[SlotSetup], replayed: Forms,
+                      launched: Forms, parts: DeviceParts, long_blocks: int, tolerance: float) -> str:
+    for setup in setups:
         for lengths in _lengths(parts, long_blocks):
             for batch in _batches(start, setup, lengths, parts.tokens_per_block, parts.vocab_size):
                 try:

@@ -3,7 +3,8 @@
 For each row count in shapes.py there is one graph for generation steps in which all rows are greedy, and one for all
 other generation steps. If attention may split sequences into parts at a row count, there are two more graphs for this
 row count. For steps with contexts there is one graph for each size of `mixed_sizes`, and one more if attention may
-split sequences or contexts into parts. The number of shapes of such steps is a hundred times the number of graphs that
+split sequences or contexts into parts. If the model has adapters, there are as many again for steps with an adapter,
+without those of greedy steps. The number of shapes of such steps is a hundred times the number of graphs that
 could be captured; without a graph, such a step gains nothing from fixed addresses, and no other form has them.
 
 All graphs are captured before the first request. The largest graph is captured first, so that the others can share its
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ....contained_log import log
-from ....decoding.slots import SAMPLES
+from ....decoding.slots import ADAPTER, SAMPLES
 from ....handover import ScheduledBatch
 from ...device.memory import used_memory
 from ...device.running import first_line
@@ -44,7 +45,8 @@ class GraphForm:
         self._rows = sorted({shape.rows for shape in replays if not shape.contexts})
         self._sizes = frozenset((shape.rows, shape.context_tokens) for shape in replays if shape.contexts)
         self.dispatch = parts.attention.dispatch
-        self.serves = SERVED | CONTEXTS if self._sizes else SERVED
+        self.serves = (SERVED | (CONTEXTS if self._sizes else 0)
+                       | (ADAPTER if any(shape.adapts for shape in replays) else 0))
 
     def misfit(self, batch: ScheduledBatch) -> int:
         if not batch.context:
@@ -61,7 +63,9 @@ class GraphForm:
         if batch.context:
             shape = mixed_shape(*self._size(batch))
         else:
-            shape = Shape(padded(len(batch.generation), self._rows), False, traits & SAMPLES != 0)
+            shape = Shape(padded(len(batch.generation), self._rows), False, traits & (SAMPLES | ADAPTER) != 0)
+        if traits & ADAPTER:
+            shape = shape._replace(adapts=True)
         shape = inputs.write(batch, shape)
         inputs.send(shape)
         self._replays[shape]()
@@ -91,7 +95,7 @@ def capture(parts: DeviceParts, inputs: FixedInputs, launches: Launches, sizes: 
     Raises  NoForm if a capture fails
     """
     began, used, device, graphs = time.monotonic(), used_memory(parts.device), parts.device, {}
-    shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split)
+    shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split, parts.adapters is not None)
     try:
         largest = None
         for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True):

@@ -52,7 +52,7 @@ class Attention:
 def make(largest=LARGEST, tables=None):
     tables = tables or BlockTables(SLOTS, BLOCKS, copied=(SLOTS, BLOCKS))
     parts = SimpleNamespace(attention=Attention(), tables=tables, uploads=Uploads(CPU), device=CPU, num_slots=SLOTS,
-                            tokens_per_block=SIZE, slots=SimpleNamespace(num_taken=0))
+                            tokens_per_block=SIZE, slots=SimpleNamespace(num_taken=0), adapters=None)
     return FixedInputs(parts, largest)
 
 
@@ -202,7 +202,7 @@ def test_a_new_array_is_a_line_of_the_table_and_a_field_of_the_packed_rows():
 def test_every_array_says_its_padding_and_every_field_of_packed_rows_is_known():
     for section in (*SECTIONS, *WORK_SECTIONS):
         assert isinstance(section.padding, int) or section.padding in (
-            inputs_module.UNUSED_SLOT, inputs_module.UNUSED_ENTRY, LAST_VALUE), section
+            inputs_module.UNUSED_SLOT, inputs_module.UNUSED_ENTRY, inputs_module.UNUSED_PAGE, LAST_VALUE), section
         assert set(section.of) <= inputs_module.GIVEN_BY.keys()
     names = {section.name for section in SECTIONS if "row" in section.of}
     assert names | {"blocks", "max_blocks"} == set(NO_GENERATION_ROWS._fields)

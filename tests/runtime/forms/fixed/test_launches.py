@@ -56,7 +56,7 @@ def test_the_shape_decides_what_computes_a_step(shape, gives_logits, expected, h
     attention.dispatch = "triton"
     parts = SimpleNamespace(attention=attention, tables=BlockTables(SLOTS, 9, copied=(SLOTS, 9)), uploads=Uploads(CPU),
                             device=CPU, num_slots=SLOTS, tokens_per_block=SIZE, decoder=decoder,
-                            slots=SimpleNamespace(num_taken=0))
+                            slots=SimpleNamespace(num_taken=0), adapters=None)
     fused = SimpleNamespace(most_rows=4, gives_logits=gives_logits, run=lambda hidden, positions, attention: (
         calls.append("fused") or hidden + 10 + 1000 * gives_logits))
     inputs = FixedInputs(parts, LARGEST)

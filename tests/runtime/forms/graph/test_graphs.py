@@ -46,7 +46,7 @@ def captured(fails_at=None):
     """
     events.clear()
     Graph.made.clear()
-    parts = SimpleNamespace(device=CPU, num_slots=3, attention=SimpleNamespace(dispatch="triton"))
+    parts = SimpleNamespace(device=CPU, num_slots=3, adapters=None, attention=SimpleNamespace(dispatch="triton"))
     inputs = SimpleNamespace(may_split=lambda rows, tokens: True, send=lambda shape: None,
                              write_padding=lambda shape: events.append(("prepared", shape)))
     launches = SimpleNamespace(launch=lambda shape: events.append(shape))
@@ -79,5 +79,5 @@ def test_a_capture_that_fails_leaves_no_form_and_says_why():
     with pytest.raises(NoForm) as raised:
         captured(fails_at=Shape(2, False, False))
     assert str(raised.value) == (
-        "capturing Shape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0) raised RuntimeError: "
-        "operation not permitted when stream is capturing") and raised.value.is_wrong
+        "capturing Shape(rows=2, is_split=False, samples=False, context_tokens=0, contexts=0, adapts=False) raised "
+        "RuntimeError: operation not permitted when stream is capturing") and raised.value.is_wrong
