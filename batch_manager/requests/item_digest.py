@@ -25,12 +25,26 @@ def item_digest(item: Any) -> tuple[int | None, bytes]:
             digest.update(repr([getattr(item, option) for option in OPTIONS]).encode())
             digest.update(repr(item.logits_post_processor is None).encode())
             for name, value in sorted(item.input_tensors.items()):
-                digest.update(name.encode())
-                if not isinstance(value, str | bytes | int | float | list | tuple):
-                    value = np.asarray(value)
-                    digest.update(repr((value.dtype.str, value.shape)).encode())
-                    value = value.tobytes()
-                digest.update(value if isinstance(value, bytes) else repr(value).encode())
+                digest.update(name.encode() + _content(value))
     except Exception:                                  # of a tensor's own code
         return request_id, UNREADABLE
     return request_id, digest.digest()
+
+
+def _content(value: Any) -> bytes:
+    """Return bytes for a tensor. Those of a list and of an array of the same numbers are equal, in any width: a
+    broadcast inside get may leave the list of one rank as it is, and give the others an array."""
+    if isinstance(value, str | bytes):
+        return repr(value).encode()
+    try:
+        array = np.asarray(value)
+    except ValueError:                                 # lists of unequal lengths
+        return repr(value).encode()
+    kind = array.dtype.kind
+    if kind == "O":
+        return repr(value).encode()
+    if kind == "i" or kind == "u" and (array.dtype.itemsize < 8 or array.size and int(array.max()) < 1 << 63):
+        array = array.astype(np.int64)
+    elif kind == "f":
+        array = array.astype(np.float64)
+    return repr((array.dtype.kind if array.size else "", array.shape)).encode() + array.tobytes()

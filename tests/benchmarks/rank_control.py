@@ -10,6 +10,7 @@ line of JSON:
     control_us      the differences
     frame_bytes     bytes of the last STEP frame
     idle_percent    of a core, that each idle rank used, rank 0 first; the callbacks of rank 0 are called as always
+    idle_alone      the same for an engine of one rank
     pick_up_ms      median and longest time from handing a request over, without notify, until get was called
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from batch_manager import GptManager, Parts, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 from batch_manager.guard import Guard
 from batch_manager.loop.follower import Follower
 from batch_manager.parallel.control import join, lead
@@ -32,6 +34,7 @@ from batch_manager.parallel.leading import LeadingBackend
 from batch_manager.parallel.wire import pack
 from batch_manager.tools.command_parser import CommandParser
 from batch_manager.tools.host_bench import WARM_UP_ITERATIONS, Setting, Stopwatch, make_loop
+from tests.harness.ranks import DrawingBackend
 from tests.parallel.rank_program import FolderRendezvous, Rank
 
 HOST = "127.0.0.1"
@@ -97,21 +100,51 @@ def control_cost(processes: Any, batch: int, iterations: int, num_ranks: int) ->
             "control_us": [round(ranks - alone, 1), round(least_ranks - least_alone, 1)], "frame_bytes": frame}
 
 
-def idle(pipe: Any, rank: int, num_ranks: int, folder: str, seconds: float) -> None:
-    """One idle rank: send the share of a core that it used, then on rank 0 the longest time until a pick-up."""
-    program, pick_ups = Rank(), []
-    assert program.construct(rank, num_ranks, folder, rank_timeout_s=60.0)["error"] == ""
+class Server:
+    """The least callbacks. The tests' own client, which checks each call, would cost as much as the engine."""
+
+    def __init__(self) -> None:
+        self.pending: list[Any] = []
+        self.num_asked = 0
+
+    def callbacks(self) -> dict[str, Any]:
+        return {"get_inference_requests_cb": self.get, "send_response_cb": lambda *response: None,
+                "poll_stop_signal_cb": tuple}
+
+    def get(self, max_num_requests: int) -> list[Any]:
+        self.num_asked += 1
+        items, self.pending = self.pending, []
+        return items
+
+
+def idle_share(seconds: float) -> float:
+    """Return the share of a core that this process uses, in percent."""
     time.sleep(1.0)
     before = time.process_time()
     time.sleep(seconds)
-    pipe.send(100 * (time.process_time() - before) / seconds)
+    return 100 * (time.process_time() - before) / seconds
+
+
+def idle_alone(pipe: Any, seconds: float) -> None:
+    backend = DrawingBackend(num_blocks=64, tokens_per_block=8, num_slots=8, max_seq_len=128)
+    with GptManager(None, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION,
+                    **Server().callbacks(), parts=Parts(backend=lambda *given: backend),
+                    optional_params=TrtGptModelOptionalParams(idle_poll_interval_s=0.0048)):
+        pipe.send(idle_share(seconds))
+
+
+def idle(pipe: Any, rank: int, num_ranks: int, folder: str, seconds: float) -> None:
+    """One idle rank: send the share of a core that it used, then on rank 0 the longest time until a pick-up."""
+    program, server, pick_ups = Rank(), Server(), []
+    program.client = server
+    assert program.construct(rank, num_ranks, folder, rank_timeout_s=60.0)["error"] == ""
+    pipe.send(idle_share(seconds))
     if rank == 0:
-        client = program.client
         for number in range(20):
             time.sleep(0.013)
-            handed, calls = time.perf_counter(), len(client.asked)
-            client.pending.append(number)                # no request: its refusal does not matter
-            while len(client.asked) == calls:
+            handed, calls = time.perf_counter(), server.num_asked
+            server.pending.append(number)                # no request: its refusal does not matter
+            while server.num_asked == calls:
                 time.sleep(0.0002)
             pick_ups.append(time.perf_counter() - handed)
         pipe.send([round(1e3 * float(np.median(pick_ups)), 2), round(1e3 * max(pick_ups), 2)])
@@ -120,6 +153,11 @@ def idle(pipe: Any, rank: int, num_ranks: int, folder: str, seconds: float) -> N
 
 
 def idle_cost(processes: Any, num_ranks: int, seconds: float) -> dict[str, Any]:
+    mine, theirs = processes.Pipe()
+    one = processes.Process(target=idle_alone, args=(theirs, seconds))
+    one.start()
+    alone = round(mine.recv(), 2)
+    one.join()
     with TemporaryDirectory() as folder:
         pipes, others = [], []
         for rank in range(num_ranks):
@@ -133,7 +171,7 @@ def idle_cost(processes: Any, num_ranks: int, seconds: float) -> dict[str, Any]:
             pipe.send("end")
         for other in others:
             other.join()
-    return {"idle_percent": percent, "pick_up_ms": pick_up}
+    return {"idle_percent": percent, "idle_alone": alone, "pick_up_ms": pick_up}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

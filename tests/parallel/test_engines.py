@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager import KvCacheConfig, PeftCacheConfig
+from batch_manager import ConfigError, KvCacheConfig, PeftCacheConfig
 from tests.harness.adapters import tensors_of, with_adapter_of_size
+from tests.harness.client import Client
 from tests.models.conftest import reference  # noqa: F401
 from tests.models.test_ranks import HEADS, MORE, ONE, PROMPTS, TWO
 from tests.models.test_same_logits_as_transformers import FAMILIES
 
-from .engines import Job, run_alone, run_ranks
+from .engines import Job, manager_of, run_alone, run_ranks
 
 NEW_TOKENS = 4
 # (tensor_parallel_size, pipeline_parallel_size) -> cases, and what differs from HEADS in them. The stages of the other
@@ -122,3 +123,19 @@ def test_requests_with_adapters_and_without_are_as_in_one_process(sizes, case, e
         assert np.abs(difference).max() < 1e-3
     figures = json.loads(records[-1])
     assert figures["LoRA Device Pages"] == 6 and figures["LoRA Evictions"] > 0
+
+
+def refusal(port, rank, job):
+    with pytest.raises(ConfigError) as raised:
+        manager_of(port, rank, job, Client() if rank == 0 else None)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sizes, says", [
+    ((3, 1), "the model is split over 3 processes, and num_heads of LlamaForCausalLM is 8"),
+    ((1, 4), "the model is divided into 4 stages; expected at most 2, the number of its layers")], ids=str)
+def test_a_size_that_does_not_divide_is_named_on_every_rank(reference, processes, port, sizes, says):  # noqa: F811
+    folder = reference("Llama", num_hidden_layers=2, **HEADS)[1]
+    job = Job(folder, [], {"tensor": sizes[0], "stages": sizes[1]})
+    errors = processes.run(refusal, [(port, rank, job) for rank in range(sizes[0] * sizes[1])])
+    assert all(says in error for error in errors), errors
