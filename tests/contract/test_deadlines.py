@@ -1,5 +1,7 @@
 """A request that has tokens at its deadline ends with these tokens. A request without tokens ends with an error."""
 
+import pytest
+
 from batch_manager import FinishReason
 
 
@@ -34,3 +36,23 @@ def test_a_deadline_that_does_not_pass_changes_nothing(make_world, new_request):
     world.clock.now += 10
     world.step()
     assert world.client.final(1).finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("options, code", [({}, ""), ({"run_ahead": True}, "DEADLINE"),
+                                           ({"enable_trt_overlap": True}, "DEADLINE")])
+def test_a_deadline_that_passes_during_the_step_of_the_first_token(make_world, new_request, options, code):
+    """The step is done when a lockstep engine looks for deadlines, and in flight when another one does."""
+    world = make_world(**options)
+    world.client.pending = [new_request(1, [1, 2], 9, deadline_s=1.0)]
+    start = world.backend.start
+
+    def start_and_wait(*arguments):
+        world.clock.now += 1.5
+        return start(*arguments)
+
+    world.backend.start = start_and_wait
+    world.step(2)
+    final = world.client.final(1)
+    assert final.code == code
+    assert final.code or final.finish_reason == FinishReason.TIMED_OUT
+    assert final.code or final.tokens() == [1, 2, *world.expected([1, 2], 1)]
