@@ -22,71 +22,77 @@ from tests.models.test_ranks import HEADS
 from .conftest import Processes, free_port
 from .engines import SECONDS, Job, manager_of, run_rank
 
-POISON, VICTIM = 96, 2              # the request at fault has this token before 9
+POISON = 96                         # the request at fault has this token before one of VICTIMS
 PROMPTS = [[1, 2, 3], [5] * 20, [7, POISON, 9], [11, 12] * 9, [13]]
-ERRORS = {"raises": RuntimeError("planted"), "memory": MemoryError("planted")}
+NUM_PRODUCTS = 8                    # of a model call: four for each of the two layers
+# token -> what a step with it does, after how many products: every product of every layer raises in one. An exception
+# at any other place of a step is that of test_exchange.py.
+VICTIMS = {**{20 + after: ("raises", after) for after in range(NUM_PRODUCTS)}, 30: ("memory", 1), 31: ("nan", 0)}
 CODES = {"raises": "[MODEL_ERROR]", "memory": "[OUT_OF_MEMORY]", "nan": "[NON_FINITE_LOGITS]"}
-# (sizes, rank at fault, what it does, after how many products of the step). An exception at any other place of a step
-# is that of test_exchange.py.
-FAULTS = [(sizes, rank, kind, after) for sizes in ((2, 1), (1, 2)) for rank in (0, 1)
-          for kind, after in (("raises", 3), ("memory", 1), ("nan", 0)) if (kind, rank) != ("memory", 0)
-          ] + [((2, 2), 3, "raises", 2)]
+FAULTS = [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1), ((2, 2), 3)]       # sizes, rank at fault
 TIMEOUT_S = 4.0
-SLOW = (2, 2), 0, "sleeps", TIMEOUT_S + 1
-
-
+SLOW = (2, 2), 0, "is slow"
 # (sizes, rank that is killed, after how many products of a step; None: before it tells rank 0 that a step is done)
 LOSSES = [((2, 1), 1, 0), ((2, 1), 1, 6), ((2, 1), 1, None), ((4, 1), 3, 3), ((2, 2), 1, 1), ((2, 2), 3, 3),
           ((1, 2), 1, 2), ((1, 2), 1, None)]
+
+
+def victims_of(sizes):
+    """Return the tokens of VICTIMS that have an effect: a stage has its part of the products."""
+    return [token for token, (_, after) in VICTIMS.items() if after < NUM_PRODUCTS // sizes[1]]
 
 
 def kill_this():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def planted(kind, after):
-    """A block in which this rank fails in each step that has the prompt at fault."""
-    embed, left = StagedModel.embed, None
-    if kind == "sleeps":
-        received, seconds = Client.received, [after]
+def fail(kind):
+    if kind == "dies":
+        kill_this()
+    raise {"raises": RuntimeError, "memory": MemoryError}[kind]("planted")
 
-        def slow(self, *given):
-            if seconds:                                # another step is launched, and not read
-                time.sleep(seconds.pop())
-            return received(self, *given)
-        with mock.patch.object(Client, "received", slow):
-            yield
-        return
+
+@contextlib.contextmanager
+def planted(victims):
+    """A block in which this rank fails in each step that has a prompt at fault; see VICTIMS."""
+    embed, due = StagedModel.embed, []                 # [products until then, what it does]
 
     def poisoned(self, token_ids):
-        nonlocal left
-        hidden, is_there = embed(self, token_ids), (token_ids[:-1] == POISON) & (token_ids[1:] == 9)
-        if kind == "nan":
-            hidden[:-1][is_there] = float("nan")
-        else:
-            left = after if is_there.any() else None
+        hidden, tokens = embed(self, token_ids), token_ids.tolist()
+        due.clear()
+        for row, (before, token) in enumerate(zip(tokens, tokens[1:])):
+            if before == POISON and token in victims:
+                kind, after = victims[token]
+                if kind == "nan":
+                    hidden[row] = float("nan")
+                elif not due or after < due[0]:
+                    due[:] = after, kind
         return hidden
 
     def counted(method):
         def call(self, *given):
-            nonlocal left
-            if left is not None:
-                left -= 1
-                if left < 0 and kind == "dies":
-                    kill_this()
-                if left < 0:
-                    raise ERRORS[kind]
+            if due:
+                due[0] -= 1
+                if due[0] < 0:
+                    fail(due[1])
             return method(self, *given)
         return call
 
-    if kind == "dies" and after is None:
-        with mock.patch.object(Link, "done", lambda *given: kill_this()):
-            yield
-        return
     with (mock.patch.object(StagedModel, "embed", poisoned),
           mock.patch.object(Linear, "__call__", counted(Linear.__call__)),
           mock.patch.object(Linear, "add_to", counted(Linear.add_to))):
+        yield
+
+
+@contextlib.contextmanager
+def slow_once():
+    received, seconds = Client.received, [TIMEOUT_S + 1]
+
+    def slow(self, *given):
+        if seconds:                                    # another step is launched, and not read
+            time.sleep(seconds.pop())
+        return received(self, *given)
+    with mock.patch.object(Client, "received", slow):
         yield
 
 
@@ -95,7 +101,7 @@ def run_with_faults(port, rank, jobs):
     answers = []
     for job, fault in jobs:
         at_fault = fault is not None and fault[1] == rank
-        with planted(*fault[2:]) if at_fault else contextlib.nullcontext():
+        with contextlib.nullcontext() if not at_fault else slow_once() if fault is SLOW else planted(VICTIMS):
             found = run_rank(port, rank, [job])
         answers.append(found and found[0][0])
     return answers
@@ -103,26 +109,27 @@ def run_with_faults(port, rank, jobs):
 
 @pytest.fixture(scope="module")
 def answers(reference, fork_server):  # noqa: F811
-    """Return fault -> answers; None: without a fault."""
+    """Return fault -> answers; None: without a fault. The id of a request at fault is its token of VICTIMS."""
     folder = reference("Llama", **HEADS)[1]
     requests = [((number, prompt, 6), {}) for number, prompt in enumerate(PROMPTS)]
-    jobs = [(Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3,
-                                    "rank_timeout_s": TIMEOUT_S if fault is SLOW else 30}), fault)
-            for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in [*FAULTS, SLOW])]]
+    at_fault = {fault: [((token, [7, POISON, token], 6), {}) for token in victims_of(fault[0])] for fault in FAULTS}
+    jobs = [(Job(folder, requests + at_fault.get(fault, []), {
+        "tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3,
+        "rank_timeout_s": TIMEOUT_S if fault is SLOW else 30}), fault)
+        for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in [*FAULTS, SLOW])]]
     port = free_port()
     found = Processes(fork_server).run(run_with_faults, [(port, rank, jobs) for rank in range(4)])[0]
     return {fault: answer for (_, fault), answer in zip(jobs, found)}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_step_costs_the_request_at_fault_alone(fault, answers):
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_in_any_layer_costs_the_request_at_fault_alone(fault, answers):
     expected, got = answers[None], answers[fault]
     assert not any(answer.error for answer in expected.values())
-    for number, answer in got.items():
-        if number == VICTIM:
-            assert answer.error.startswith(CODES[fault[2]]), answer.error
-        else:
-            assert answer.tokens == expected[number].tokens and not answer.error
+    for number, answer in expected.items():
+        assert got[number].tokens == answer.tokens and not got[number].error
+    for token in victims_of(fault[0]):
+        assert got[token].error.startswith(CODES[VICTIMS[token][0]]), (token, got[token].error)
 
 
 def test_a_callback_longer_than_rank_timeout_s_costs_nothing(answers):
@@ -143,7 +150,9 @@ def connections():
 def run_until_lost(port, rank, job, lost, after):
     """Return the health of this rank once the engine has failed, and on rank 0 the errors of all requests."""
     files, client = len(connections()), Client() if rank == 0 else None
-    with planted("dies", after) if rank == lost else contextlib.nullcontext():
+    dies = (mock.patch.object(Link, "done", lambda *given: kill_this()) if after is None
+            else planted({9: ("dies", after)}))
+    with dies if rank == lost else contextlib.nullcontext():
         manager = manager_of(port, rank, job, client)
         if client is None:
             assert manager.wait_until_terminate(SECONDS)
