@@ -436,16 +436,25 @@ def test_sigterm_drains_with_a_limit(folder, tmp_path):
         draining.end()
 
 
-def ended_start(folder, *options):
-    """Start the server in a folder without a model, and return the process, which has ended."""
-    return subprocess.run([sys.executable, SERVER, "nowhere", "--port", "0", *options], cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60)
-
-
 def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
-    ended = ended_start(tmp_path)
+    ended = subprocess.run([sys.executable, SERVER, "nowhere", "--port", "0"], cwd=tmp_path, capture_output=True,
+                           env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True, timeout=60)
     assert ended.returncode == 2 and "pass an existing path" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """Return (options) -> the text with which the program refuses them, before it looks for the model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: pytest.fail("the server started"))
+
+    def text(*options):
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(serve.main(["nowhere", "--port", "0", *options]))
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+    return text
 
 
 @pytest.mark.parametrize("option, value, message", [
@@ -460,9 +469,9 @@ def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
     ("--host", "nowhere.invalid", "pass another --host"),
     ("--host", "a" * 70, "pass another --host"),
 ])
-def test_a_wrong_option_is_refused_in_one_line(tmp_path, option, value, message):
-    ended = ended_start(tmp_path, option, value)
-    assert ended.returncode == 2 and message in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+def test_a_wrong_option_is_refused_in_one_line(refused, option, value, message):
+    text = refused(option, value)
+    assert message in text and text.count("\n") == 1, text
 
 
 @pytest.mark.parametrize("options, seconds", [([], 75), (["--keep-alive-seconds", "9"], 9)])
@@ -515,13 +524,10 @@ def test_a_start_up_that_fails_for_another_reason_has_another_status(tmp_path):
     assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr
 
 
-def test_a_port_in_use_is_refused_before_the_model_is_looked_for(tmp_path):
+def test_a_port_in_use_is_refused_before_the_model_is_looked_for(refused):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        command = [sys.executable, SERVER, "--model", "nowhere", "--port", str(other.getsockname()[1])]
-        ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-                               capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2 and "pass another --port" in ended.stderr
-    assert "nowhere" not in ended.stderr and "Traceback" not in ended.stderr
+        text = refused("--port", str(other.getsockname()[1]))
+    assert "pass another --port" in text and "nowhere" not in text and "Traceback" not in text
 
 
 def test_ctrl_c_tells_streams_that_run_and_ends_without_a_stack(folder, tmp_path):

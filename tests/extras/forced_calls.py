@@ -60,7 +60,7 @@ def tool_schema(draw: random.Random, depth: int = 2) -> dict:
             "required": [name for name in names if draw.random() < 0.7], "additionalProperties": False}
 
 
-async def checked(service: OpenAIService, seed: int, counts: Counter) -> str | None:
+async def checked(service: OpenAIService, seed: int, counts: Counter, max_tokens: int) -> str | None:
     """Force a call at temperature 1.5. Return what is wrong."""
     draw = random.Random(seed)
     schemas = {name: tool_schema(draw) for name in ("f", "get_weather")[: draw.randrange(1, 3)]}
@@ -68,7 +68,7 @@ async def checked(service: OpenAIService, seed: int, counts: Counter) -> str | N
              for name, each in schemas.items()]
     choice = draw.choice(["required", {"type": "function", "function": {"name": "f"}}])
     body = {"messages": [{"role": "user", "content": "Emma smiled"}], "tools": tools, "tool_choice": choice,
-            "temperature": 1.5, "max_tokens": 200, "seed": seed, "parallel_tool_calls": draw.random() < 0.3}
+            "temperature": 1.5, "max_tokens": max_tokens, "seed": seed, "parallel_tool_calls": draw.random() < 0.3}
     try:
         answer = await service.accept(json.dumps(body).encode(), True)
         (output,) = json.loads(await answer.whole())["choices"]
@@ -93,7 +93,7 @@ async def checked(service: OpenAIService, seed: int, counts: Counter) -> str | N
     return None
 
 
-def run(folder, seeds: range, seconds: float = float("inf")) -> tuple[Counter, list[str]]:
+def run(folder, seeds: range, seconds: float = float("inf"), max_tokens: int = 200) -> tuple[Counter, list[str]]:
     """Check the seeds, with the formats in turn, for at most so many seconds. Return the counts and what is wrong."""
     names, end = list(FORMATS), time.monotonic() + seconds
     counts, wrong = Counter(), []
@@ -114,7 +114,7 @@ def run(folder, seeds: range, seconds: float = float("inf")) -> tuple[Counter, l
                     if time.monotonic() > end:
                         return
                     counts["schemas"] += 1
-                    found = await checked(services[seed % len(services)], seed, counts)
+                    found = await checked(services[seed % len(services)], seed, counts, max_tokens)
                     wrong.extend([f"{names[seed % len(services)]}, {found}"] if found else [])
             await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     asyncio.run(main())
