@@ -21,11 +21,16 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
                  "SmolLM3": "smollm3", "Falcon": "falcon", "Bloom": "bloom"}
 
 
-def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", without: tuple[str, ...] = (),
+K_TYPES = {"Q4_K": (3.5e-4, 7.5), "Q5_K": (1.8e-4, 15.5), "Q6_K": (7e-5, 0.0)}      # scale, minimum as a share of it
+
+
+def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[str], str] = "F32",
+               without: tuple[str, ...] = (),
                fused: bool = False, **changed) -> torch.nn.Module:
     """Write `model` to a GGUF file, and return a copy of the model with the numbers that the file holds.
 
-    kind      GGUF type of the matrices; norms and biases are F32
+    kind      GGUF type of the matrices, or a function of a tensor's name; norms and biases are F32. Matrices of K types
+              are random, because the gguf library does not quantize to them
     fused     store queries, keys and values in one tensor
     without   keys of the metadata that are left out
     changed   metadata that differs from the converter's; "__" in a name stands for "."
@@ -57,14 +62,17 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
             continue
         forwards = changes(architecture, name, model.config)
         stored = np.ascontiguousarray(forwards(tensor).float().numpy())
-        kept = kind if stored.ndim > 1 and "norm" not in stored_name else "F32"
+        kept = "F32"
+        if stored.ndim > 1 and "norm" not in stored_name:
+            kept = kind if isinstance(kind, str) else kind(stored_name)
         if fused and (part := re.fullmatch(r"(.*\.attn)_([qkv])(\.\w+)", stored_name)):
             parts = fused_parts.setdefault(f"{part[1]}_qkv{part[3]}", {})
             parts[part[2]] = stored
             if len(parts) == 3:
                 writer.add_tensor(f"{part[1]}_qkv{part[3]}", np.concatenate([parts[kind] for kind in "qkv"]))
             continue
-        data = quantize(stored, gguf.GGMLQuantizationType[kept])
+        data = random_blocks(kept, *stored.shape) if kept in K_TYPES else quantize(stored,
+                                                                                   gguf.GGMLQuantizationType[kept])
         writer.add_tensor(stored_name, data, raw_dtype=gguf.GGMLQuantizationType[kept])
         decoded = torch.from_numpy(dequantize(data, gguf.GGMLQuantizationType[kept])).reshape(stored.shape)
         came_from = forwards(torch.arange(tensor.numel()).view(tensor.shape)).reshape(-1)
@@ -81,6 +89,17 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str = "F32", wit
     writer.write_tensors_to_file()
     writer.close()
     return held
+
+
+def random_blocks(kind: str, rows: int, columns: int) -> np.ndarray:
+    """Return random blocks of a K type [rows, bytes], whose numbers have a standard deviation of about 0.1."""
+    draw, (scale, minimum) = np.random.default_rng(rows * columns), K_TYPES[kind]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = draw.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
+    for begin, number in ((208, scale),) if kind == "Q6_K" else ((0, scale), (2, scale * minimum)):
+        half = draw.uniform(number / 2, number, blocks.shape[:2]).astype(np.float16)
+        blocks[..., begin : begin + 2] = half.view(np.uint8).reshape(*half.shape, 2)
+    return blocks.reshape(rows, -1)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value) -> None:

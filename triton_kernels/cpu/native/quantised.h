@@ -81,8 +81,21 @@ INLINE floats from_halves(const void *from) {
 #endif
 }
 
-typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1)));
-typedef int8_t signed_bytes __attribute__((vector_size(LANES), aligned(1)));
+/* GCC takes many instructions for these conversions by itself. */
+INLINE floats from_bytes(const uint8_t *from, int is_signed) {
+#if LANES == 16
+    __m128i found = _mm_loadu_si128((const void *)from);
+    return (floats)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(found) : _mm512_cvtepu8_epi32(found));
+#elif LANES == 8
+    __m128i found = _mm_loadl_epi64((const void *)from);
+    return (floats)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(found) : _mm256_cvtepu8_epi32(found));
+#else
+    floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = is_signed ? (float)(int8_t)from[lane] : (float)from[lane];
+    return found;
+#endif
+}
+
 typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint16_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int16_t signed_pairs __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -213,23 +226,24 @@ INLINE pairs levels_of(int type, const uint8_t *levels, int p) {
 
 typedef struct { floats scale[2], minimum; } Scales;
 
-/* The scales of a block of LANES outputs. `scales` and `factors` point to those of the first of these outputs. */
-INLINE Scales scales_of(int type, const uint8_t *scales, const uint8_t *factors) {
+/* The factors of scales and minima, of LANES outputs. */
+typedef struct { floats scale, minimum; } Factors;
+
+INLINE Factors factors_of(int type, const uint8_t *from) {
+    return (Factors){from_halves(from), has_minimum(type) ? -from_halves(from + LINE_BYTES / 2) : all(0)};
+}
+
+/* The scales of a block of LANES outputs. `scales` points to those of the first of these outputs. */
+INLINE Scales scales_of(int type, const uint8_t *scales, Factors factors) {
     Scales s = {};
     if (!is_k(type)) {
         s.scale[0] = from_halves(scales);
         if (has_minimum(type)) s.minimum = from_halves(scales + LINE_BYTES / 2);
         return s;
     }
-    floats factor = from_halves(factors);
-    if (type == Q6_K) {
-        for (int half = 0; half < 2; half++)
-            s.scale[half] = factor * __builtin_convertvector(*(const signed_bytes *)(scales + half * PANEL), floats);
-        return s;
-    }
-    s.scale[0] = factor * __builtin_convertvector(*(const bytes *)scales, floats);
-    s.minimum = -from_halves(factors + LINE_BYTES / 2)
-                * __builtin_convertvector(*(const bytes *)(scales + PANEL), floats);
+    s.scale[0] = factors.scale * from_bytes(scales, type == Q6_K);
+    if (type == Q6_K) s.scale[1] = factors.scale * from_bytes(scales + PANEL, 1);
+    else s.minimum = factors.minimum * from_bytes(scales + PANEL, 0);
     return s;
 }
 
@@ -250,8 +264,12 @@ INLINE void multiply_panel(const int type, const int R, const int row_type, cons
     for (int v = 0; v < PARTS; v++) {
         floats sums[8];
         UNROLLED for (int r = 0; r < R; r++) sums[r] = all(0);
+        Factors factors = {};
         for (int64_t b = 0; b < blocks; b++) {
             const uint8_t *levels = start + levels_at(type, b);
+            if (is_k(type) && b % BLOCKS_OF_A_FACTOR == 0)
+                factors = factors_of(type, start + factors_at(type, blocks) + v * LANES * 2
+                                           + b / BLOCKS_OF_A_FACTOR * factor_bytes(type));
             if (v == 0) {
                 UNROLLED for (int i = 0; i < level_bits(type); i++)
                     prefetch_soon(levels + i * LINE_BYTES + PREFETCHED_AHEAD);
@@ -259,9 +277,7 @@ INLINE void multiply_panel(const int type, const int R, const int row_type, cons
             }
             levels += v * LANES * 4;
             const int lane_bytes = is_k(type) ? 1 : 2;
-            Scales s = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes,
-                                 start + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type)
-                                 + v * LANES * 2);
+            Scales s = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes, factors);
             UNROLLED for (int half = 0; half < scales_per_block(type); half++) {
                 integers found[8][2];
                 UNROLLED for (int r = 0; r < R; r++)
