@@ -76,25 +76,33 @@ def test_a_text_without_marks_stays_as_it_is():
                 assert "".join(event.text for event in texts.parsed(name, list(text), {}, "think")) == text
 
 
-@pytest.fixture(scope="module")
-def guided():
+def guided_of(special=()):
+    """Return a GuidedDecoding whose tokenizer has special tokens. `matches` tells whether a grammar has a text."""
     pytest.importorskip("torch")
     pytest.importorskip("llguidance")
     from batch_manager.extras.guided_decoding import GuidedDecoding
 
     tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(special))
     guided = GuidedDecoding(tokenizer, vocab_size=tokenizer.get_vocab_size(), end_id=1)
 
     def matches(grammar, text):
         matcher = grammar.matcher.deep_copy()
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-    guided.matches = matches
+    guided.matches, guided.special = matches, {each: tokenizer.token_to_id(each) for each in special}
     return guided
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_forced_call_is_written_as_the_template_writes_it(name, guided):
+@pytest.fixture(scope="module")
+def guided():
+    return guided_of()
+
+
+@pytest.mark.parametrize("name, special", [
+    *((name, ()) for name in FORMATS), ("hermes", ("<tool_call>", "</tool_call>")), ("mistral", ("[TOOL_CALLS]",)),
+    ("gemma", ('<|"|>', "<|tool_call>", "<tool_call|>")), ("glm", ("<tool_call>", "<arg_key>", "</arg_value>"))])
+def test_a_forced_call_is_written_as_the_template_writes_it(name, special, guided):
     class First:                         # of all ways in which a template may write JSON
         choice, random = staticmethod(lambda options: options[0]), staticmethod(lambda: 1)
 
@@ -107,10 +115,11 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name, guided):
     text = text.replace(', "id": "abcdefghi"', "").removesuffix("<|call|>").replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
     text = text.replace("end｜>\n", "end｜>") if name == "deepseek_v31" else text
     tools = {"get_weather": tool, "f": {"type": "object", "properties": {}, "additionalProperties": False}}
-    held = guided.lark(CallGrammar({}).lark(FORMATS[name], Called(tools, True), None))
+    guided = guided_of(special) if special else guided
+    held = guided.lark(CallGrammar(guided.special).lark(FORMATS[name], Called(tools, True), None))
     assert guided.matches(held, text), text
     assert not guided.matches(held, text.replace("Bath", "Rome").replace("3", "x"))
-    free = guided.lark(CallGrammar({}).lark(FORMATS[name], Called(tools, False), None))
+    free = guided.lark(CallGrammar(guided.special).lark(FORMATS[name], Called(tools, False), None))
     if name != "harmony":
         assert guided.matches(free, text) and guided.matches(free, "No call.")
 
