@@ -65,7 +65,7 @@ def follow(model_path: str | os.PathLike[str], optional_params: TrtGptModelOptio
             for number in (signal.SIGINT, signal.SIGTERM):
                 stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
         manager.wait_until_terminate()
-        return int(manager.health()["state"] == "FAILED")
+        return int(bool(manager.health()["failure"]))
 
 
 def main(arguments: Sequence[str]) -> int:

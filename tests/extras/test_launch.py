@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batch_manager import ConfigError
+from batch_manager import ConfigError, TrtGptModelOptionalParams
 from batch_manager.extras import launch
 from batch_manager.parallel.mapping import LAUNCHERS
 from batch_manager.tools import serve
@@ -46,6 +46,15 @@ def test_one_rank_and_a_launched_process_stay(replaced, monkeypatch):
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2; expected 3"):
         launch.rank_of(config)
     assert not replaced
+
+
+@pytest.mark.parametrize("failure, status", [("", 0), ("[ENGINE_FAILED] rank 0 has closed its connection", 1)])
+def test_a_follower_ends_with_1_if_the_engine_failed(monkeypatch, failure, status):
+    """The state of an engine that has ended is STOPPED."""
+    manager = SimpleNamespace(wait_until_terminate=lambda: True,
+                              health=lambda: {"state": "STOPPED", "failure": failure})
+    monkeypatch.setattr(launch, "GptManager", lambda **arguments: manager)
+    assert launch.follow("model", TrtGptModelOptionalParams()) == status
 
 
 def test_a_server_of_several_ranks_drains_before_torchrun_ends_it(replaced, capsys):
