@@ -26,6 +26,7 @@ _PUBLIC = {
     "KvCacheConfig": "config",
     "ParallelConfig": "config",
     "PeftCacheConfig": "config",
+    "SpeculativeConfig": "config",
     "KvEvent": "kv_events",
     "KvBlock": "kv_events",
     "kv_block_hashes": "kv_events",
@@ -131,6 +132,7 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .config import ParallelConfig as ParallelConfig
     from .config import Parts as Parts
     from .config import PeftCacheConfig as PeftCacheConfig
+    from .config import SpeculativeConfig as SpeculativeConfig
     from .config import TrtGptModelOptionalParams as TrtGptModelOptionalParams
     from .decoding.logits_rows import LogitsRows as LogitsRows
     from .decoding.logits_stage import LogitsStage as LogitsStage

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from .config import Parts, TrtGptModelOptionalParams
+from .config import MAX_DRAFT_TOKENS, Parts, TrtGptModelOptionalParams
 from .errors import ConfigError, counted
 from .loop.callbacks import (
     GetInferenceRequestsCallback,
@@ -20,7 +20,6 @@ from .option_values import exact_integer, integer_in_words, shown_option
 from .sampling_config import UINT64_MAX
 
 MAX_BEAM_WIDTH = 1024    # as in TensorRT-LLM
-MAX_DRAFT_TOKENS = 64    # of a sequence in one step
 
 
 def check_threads_are_real() -> None:

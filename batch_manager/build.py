@@ -29,6 +29,7 @@ from .kv.kv_cache_manager import KvCacheManager
 from .kv.peft_cache_manager import PeftCacheManager
 from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
+from .loop.drafting import Drafting
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.preparing import Preparing
@@ -102,7 +103,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             trace=parts.trace,
             scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight(),
             adapters=peft_cache_manager,
-            kv_events=kv_events)
+            kv_events=kv_events,
+            resources=() if params.speculative_config is None else [
+                Drafting(params.speculative_config, limits, kv_cache_manager)])
     except BaseException:
         close_unused(backend)
         raise
@@ -177,7 +180,7 @@ def make_local_backend(arguments: EngineArguments, parts: Parts, part: "RankPart
     return build_native_backend(
         arguments.model_path, params, layout=layout, num_slots=num_slots, max_beam_width=arguments.max_beam_width,
         attention_factory=checked_attention(parts.attention), own_stages=checked_stages(parts.stages),
-        is_engine_thread=is_a_worker, part=part)
+        is_engine_thread=is_a_worker, part=part, max_draft_tokens=arguments.max_draft_tokens)
 
 
 def numpy_to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -25,6 +25,8 @@ COLLECTIVES = ("nccl", "gloo")
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 MAX_RANKS = 1024              # of each kind of parallelism
+MAX_DRAFT_TOKENS = 64         # of a sequence in one step
+MAX_LOOKUP = 16               # tokens of an n-gram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +222,30 @@ class PeftCacheConfig:
                               "expected a path, or None", "leave it None to load no adapters at the start")
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How the engine drafts tokens, which the model verifies in one step. The tokens of a request do not change.
+
+    method                   "ngram": the tokens after the newest earlier occurrence of the request's last tokens, in
+                             its own prompt and output
+    num_speculative_tokens   most drafts of a sequence in a step
+    prompt_lookup_max, prompt_lookup_min   how many of the last tokens must have occurred: the most, else fewer
+    """
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 7
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ConfigError(f"SpeculativeConfig.method is {self.method!r}"[:200], "expected 'ngram'",
+                              "draft models and heads of other engines are not supported")
+        put_count(self, "num_speculative_tokens", maximum=MAX_DRAFT_TOKENS, owner="SpeculativeConfig.")
+        put_count(self, "prompt_lookup_max", maximum=MAX_LOOKUP, owner="SpeculativeConfig.")
+        put_count(self, "prompt_lookup_min", maximum=self.prompt_lookup_max, owner="SpeculativeConfig.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtGptModelOptionalParams:
     """The engine's optional settings.
@@ -284,6 +310,9 @@ class TrtGptModelOptionalParams:
                                 process runs it alone
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
+    speculative_config          a SpeculativeConfig: the engine drafts tokens for requests whose tokens their logits and
+                                the seed alone decide; run_ahead is then off. None: no drafts. Refused with
+                                TrtGptModelType.V1, Parts.stages and several ranks
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -317,6 +346,7 @@ class TrtGptModelOptionalParams:
     model_implementation: str = "auto"
     parallel_config: ParallelConfig | None = None
     peft_cache_config: PeftCacheConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
         for name in options:                            # __init__ would only report an unknown name
@@ -331,6 +361,9 @@ class TrtGptModelOptionalParams:
         if self.peft_cache_config is not None and not isinstance(self.peft_cache_config, PeftCacheConfig):
             raise ConfigError(f"peft_cache_config is of type {type(self.peft_cache_config).__name__}",
                               "expected a PeftCacheConfig, or None", "pass PeftCacheConfig()")
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            raise ConfigError(f"speculative_config is of type {type(self.speculative_config).__name__}",
+                              "expected a SpeculativeConfig, or None", "pass SpeculativeConfig()")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
             check_flag(name, getattr(self, name))
@@ -410,7 +443,7 @@ _NOT_HERE = {
                     "a variable of the chat template: LLM.chat(messages, template_options={'enable_thinking': ...})"),
     "served_model_name": "`batch-manager serve` has --served-model-name",
     "kv_cache_dtype": "keys and values have the dtype of the activations, dtype=...",
-    **dict.fromkeys(("speculative_model", "speculative_config", "draft_model"), "draft models are not supported"),
+    **dict.fromkeys(("speculative_model", "draft_model"), "draft models are not supported"),
 }
 
 

@@ -59,8 +59,7 @@ class Plan:
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
     """Return the arguments as the batching scheme leaves them.
 
-    Raises ConfigError for options that contradict the scheme or several ranks, and for drafts that the package's
-    backend cannot verify.
+    Raises ConfigError for options that contradict the scheme or several ranks.
     """
     if (config := arguments.optional_params.parallel_config) is not None and config.num_ranks > 1:
         _check_ranks(arguments, parts, config)
@@ -68,8 +67,12 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
         if params.max_num_sequences is None and stages > 1:            # so that each stage has a batch
             params = replace(params, max_num_sequences=params.max_batch_size * stages)
             arguments = replace(arguments, optional_params=params)
-    if parts.backend is None:    # known before the model is loaded
-        _check_drafts(arguments, 0, "the package's backend", "in a Parts.backend")
+    if (drafting := arguments.optional_params.speculative_config) is not None:
+        if parts.stages:
+            raise ConfigError("speculative_config is set with Parts.stages",
+                              "steps with drafts do not run custom stages yet", "leave one of them out")
+        if not arguments.max_draft_tokens:
+            arguments = replace(arguments, max_draft_tokens=drafting.num_speculative_tokens)
     if not arguments.is_static:
         return arguments
     params = arguments.optional_params
@@ -78,6 +81,8 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             ("enable_chunked_context", params.enable_chunked_context,
              "all prompts of a batch are computed in one step"),
             ("peft_cache_config", params.peft_cache_config is not None, "a padded batch has no adapters"),
+            ("speculative_config", params.speculative_config is not None,
+             "a step of a static batch yields one token of each request"),
             ("max_draft_tokens", arguments.max_draft_tokens > 0,
              "a step of a static batch yields one token of each request"),
             ("Parts.scheduler", parts.scheduler is not None, "static batching has its own scheduler")):
@@ -178,7 +183,12 @@ def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:
                           f"expected at least {min(info.tokens_per_block, max_seq_len)}, because a paused request that "
                           "no longer fits one step is recomputed in whole blocks",
                           "raise max_num_tokens, lower tokens_per_block, or use GUARANTEED_NO_EVICT")
-    _check_drafts(arguments, info.max_draft_tokens, "the backend", "and state it as BackendInfo.max_draft_tokens")
+    if arguments.max_draft_tokens > info.max_draft_tokens:
+        most = info.max_draft_tokens
+        raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens}",
+                          f"the backend verifies {counted(most, 'draft token') if most else 'no draft tokens'}",
+                          f"lower max_draft_tokens to {most}, or verify them and state it as "
+                          "BackendInfo.max_draft_tokens")
     if arguments.max_draft_tokens >= params.max_num_tokens:
         raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens} and max_num_tokens is "
                           f"{params.max_num_tokens:,}",
@@ -244,18 +254,14 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
              "the stages already work at several micro-batches at a time", "leave run_ahead out"),
             (f"device is {params.device!r}", params.device is not None and params.device.startswith("cuda:"),
              own_device, "use device='cuda', and ParallelConfig(device_ids=) for their numbers"),
+            (f"max_draft_tokens is {arguments.max_draft_tokens}", arguments.max_draft_tokens > 0,
+             "several ranks verify no draft tokens yet", "leave max_draft_tokens out"),
+            ("speculative_config is set", params.speculative_config is not None,
+             "several ranks verify no draft tokens yet", "leave speculative_config out"),
             ("device is 'cpu' and ParallelConfig.collectives is 'nccl'",
              params.device == "cpu" and config.collectives == "nccl", "NCCL joins GPUs", "leave collectives out")):
         if is_so:
             raise ConfigError(f"{fact}, and parallel_config has {config.num_ranks} ranks", reason, way_out)
-
-
-def _check_drafts(arguments: EngineArguments, most: int, whose: str, where: str) -> None:
-    """Raise ConfigError if the engine is to verify more drafts than its backend can."""
-    if arguments.max_draft_tokens > most:
-        raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens}",
-                          f"{whose} verifies {counted(most, 'draft token') if most else 'no draft tokens'}",
-                          f"lower max_draft_tokens to {most}, or verify them {where}")
 
 
 def _runs_ahead(arguments: EngineArguments, parts: Parts, info: BackendInfo) -> bool:
@@ -266,6 +272,8 @@ def _runs_ahead(arguments: EngineArguments, parts: Parts, info: BackendInfo) -> 
     params, reason, way_out = arguments.optional_params, None, None
     if arguments.is_static:
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
+    elif params.speculative_config is not None:
+        reason, way_out = "speculative_config drafts from the newest tokens", "leave speculative_config out"
     elif parts.scheduler is not None and not _plans_by_lengths(parts.scheduler):
         reason = "a custom scheduler would see tokens that are one step old"
         way_out = "set plans_by_lengths = True on a scheduler that does not look at tokens"

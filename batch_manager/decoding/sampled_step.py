@@ -91,18 +91,30 @@ class SampledStep:
             tensors |= self.top.tensors
         return tensors if self.beams is None else tensors | self.beams.tensors
 
-    def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure],
-               vocab_size: int) -> dict[str, Any]:
+    def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure], vocab_size: int,
+               is_new: np.ndarray | None = None, num_new: np.ndarray | None = None) -> dict[str, Any]:
         """Return name -> value for the fields of a StepOutput that sampling determines.
+
+        is_new     [r] bool: rows with the new tokens of sequences with drafts; None: all rows
+        num_new    [n] new tokens of each sequence, if `is_new` is not None
 
         arrays     the result of the method `tensors`, copied to the host
         failures   slot -> failure found before sampling. The result has these failures and those found in `arrays`
         Mutates    the beam searches, which advance by a step
         """
+        slots = self.slots
+        if is_new is not None and num_new is not None:
+            slots, arrays = self.rows.slots[is_new], {**arrays, "finite": arrays["finite"] | ~is_new}
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
             failures = self._failures(arrays, vocab_size) | failures
         tokens, finish, log_probs = arrays["tokens"].astype(np.int32), arrays["finish"], arrays.get("log_probs")
-        columns = {"slots": self.slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
+        columns = {"slots": slots, "tokens": tokens, "finish": finish, "log_probs": log_probs}
+        if is_new is not None and num_new is not None:
+            ends = np.cumsum(num_new, dtype=np.int32)
+            columns = {name: None if column is None else column[is_new] for name, column in columns.items()
+                       if name != "slots"}
+            columns |= {"slots": slots[ends - 1], "finish": columns["finish"][ends - 1],
+                        "row_starts": np.concatenate([np.zeros(1, np.int32), ends])}
         if self.beams is not None:
             columns = columns_with_beams(self.slots, self.rows.slots, tokens, finish, log_probs,
                                          self.beams.finish(arrays, failures))

@@ -8,8 +8,7 @@ import torch
 
 from ..handover import SlotSetup
 from ..sampling_config import PARAMETERS
-from .position_ring import COLUMNS as COLUMNS_OF_RING
-from .position_ring import PositionRing
+from .position_ring import PositionRing, columns_for
 
 # Bits of `SlotState.features`. The lowest bits belong to the stages, in their order.
 MAX_STAGES = 32
@@ -93,13 +92,15 @@ class SlotState:
     stages and word lists add. `upload` sends all changes to the device in one copy. Capacity at least doubles
     when a new slot does not fit.
 
-    send   function that uploads arrays in one copy. It does not wait for the copy
+    send               function that uploads arrays in one copy. It does not wait for the copy
+    max_draft_tokens   most draft tokens of a sequence in a step
     """
 
-    def __init__(self, num_slots: int, device: torch.device, send: Send = share) -> None:
+    def __init__(self, num_slots: int, device: torch.device, send: Send = share, max_draft_tokens: int = 0) -> None:
         self.device, self.send = device, send
         self.features = np.zeros(max(num_slots, 1), np.int64)
-        self.last_tokens = PositionRing(torch.zeros((self.capacity, COLUMNS_OF_RING), dtype=torch.int64, device=device))
+        self.last_tokens = PositionRing(
+            torch.zeros((self.capacity, columns_for(max_draft_tokens)), dtype=torch.int64, device=device))
         self._planes = {4: Plane(np.int32, self.capacity, device), 8: Plane(np.int64, self.capacity, device)}
         self._columns: dict[str, tuple[Plane, int, np.dtype]] = {}
         self._neutral: dict[str, int] = {}             # column -> the value that `set_up` writes
@@ -197,6 +198,6 @@ class SlotState:
         for plane in self._planes.values():
             plane.resize(len(plane.host), capacity)
         self._refresh_views()
-        last_tokens = torch.zeros((capacity, COLUMNS_OF_RING), dtype=torch.int64, device=self.device)
+        last_tokens = self.last_tokens.values.new_zeros((capacity, self.last_tokens.values.shape[1]))
         last_tokens[:before] = self.last_tokens.values
         self.last_tokens.values = last_tokens

@@ -131,10 +131,10 @@ def _from_record(key: str, description: str, *names: str, is_counter: bool = Fal
                   frozenset([key]))
 
 
-def _if_present(key: str, description: str, *names: str) -> Family:
+def _if_present(key: str, description: str, *names: str, is_counter: bool = False) -> Family:
     return Family(names, description, "",
-                  lambda statistics: {"": statistics.record[key]} if key in statistics.record else {},
-                  keys=frozenset([key]))
+                  lambda statistics: {"": statistics.record[key]} if key in statistics.record else {}, is_counter,
+                  frozenset([key]))
 
 
 def _summed(key: str, *names: str) -> Family:
@@ -196,6 +196,11 @@ NAMED: tuple[Family, ...] = (
                 "sglang:lora_pool_slots_used"),
     _if_present("LoRA Device Pages", "Pages of the device for adapters, one page a rank",
                 "sglang:lora_pool_slots_total"),
+    _if_present("Draft Steps", "Sequences with drafts, summed over steps", "vllm:spec_decode_num_drafts",
+                is_counter=True),
+    _if_present("Draft Tokens", "Tokens that the engine drafted", "vllm:spec_decode_num_draft_tokens", is_counter=True),
+    _if_present("Accepted Draft Tokens", "Drafts that the model generated", "vllm:spec_decode_num_accepted_tokens",
+                is_counter=True),
     Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, True,
            frozenset([f"{ERRORS}{code.value}" for code in ErrorCode])),
     _summed("Generated Tokens", "vllm:generation_tokens", "sglang:generation_tokens"),

@@ -12,7 +12,7 @@ from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
-from ..config import TrtGptModelOptionalParams
+from ..config import MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
@@ -65,7 +65,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                          attention_factory: Callable[..., Attention] | None = None,
                          is_engine_thread: Callable[..., bool] = lambda thread: False,
                          own_stages: Callable[[int, torch.device], Sequence[LogitsStage]] | None = None,
-                         graph: Callable[..., Any] = CapturedGraph, part: RankPart | None = None) -> NativeBackend:
+                         graph: Callable[..., Any] = CapturedGraph, part: RankPart | None = None,
+                         max_draft_tokens: int = 0) -> NativeBackend:
     """Load a checkpoint, allocate the KV cache pool, and run a warm-up.
 
     layout              a function of packing.py, which divides a step into calls of the model
@@ -80,6 +81,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     graph               CapturedGraph, or a class with its methods and its device type
     part                the part of the model that this rank has, if several run it together. Every rank calls this
                         function, with equal arguments. None: this process has the whole model
+    max_draft_tokens    most draft tokens of a sequence in a step
     Raises              ConfigError and its subclasses, after freeing all memory
     """
     device, kv = resolve_device(params.device), params.kv_cache_config
@@ -137,7 +139,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         adapter_bytes = num_pages * page_bytes + port.scratch_bytes(step_tokens)
     plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
                  None if "graph" in absent else graph_sizes, adapter_bytes,
-                 1 if part is None else part.place.local_size)
+                 1 if part is None else part.place.local_size, 1 + max_draft_tokens)
     if part is not None:
         blocks, host_blocks = part.least("KV cache blocks", plan.num_blocks, host_blocks)
         plan = dataclasses.replace(plan, num_blocks=blocks)
@@ -161,7 +163,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 num_threads = max(torch.get_num_threads() // part.place.local_size, 1)
             parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
                                max_beam_width=max_beam_width, max_seq_len=max_seq_len, num_threads=num_threads,
-                               is_engine_thread=is_engine_thread, adapters=port)
+                               is_engine_thread=is_engine_thread, adapters=port, max_draft_tokens=max_draft_tokens)
             handlers = block_operations(pool, host_pool)
             if port is not None:
                 port.bind(LoraPool(port.projections, entries, num_pages, loaded.dtype, device, peft.max_adapter_size),
@@ -205,12 +207,12 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),
                stream: torch.Stream | None = None, own_stages: Sequence[LogitsStage] = (), *, num_slots: int,
                max_beam_width: int = 1, max_seq_len: int, num_threads: int | None = None,
-               is_engine_thread: Callable[..., bool] = lambda thread: False, adapters: LoraPort | None = None
-               ) -> DeviceParts:
+               is_engine_thread: Callable[..., bool] = lambda thread: False, adapters: LoraPort | None = None,
+               max_draft_tokens: int = 0) -> DeviceParts:
     """Return the parts of an engine, which see DeviceParts for the arguments. Uses the current stream."""
     device, max_blocks, uploads = loaded.device, -(-max_seq_len // pool.shape[4]), Uploads(loaded.device)
     binds = can_bind(attention)                           # steps are padded with one extra slot
-    slots = SlotState(num_slots + binds, device, uploads.send)
+    slots = SlotState(num_slots + binds, device, uploads.send, max_draft_tokens)
     return DeviceParts(
         device=device, stream=stream, uploads=uploads, readbacks=Readbacks(device), pool=pool, host_pool=host_pool,
         tables=BlockTables(num_slots, max_blocks, (num_slots * max_beam_width, max_blocks) if binds else None),
@@ -235,6 +237,7 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: Ma
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
         host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
+        max_draft_tokens=MAX_DRAFT_TOKENS,
         architecture=loaded.spec.architecture, end_ids=loaded.end_ids, model_implementation=loaded.implementation,
         not_compiled=absent.get("compiled", "") if device.type == "cpu" else "", not_captured=absent.get("graph", ""),
         absent=dict(absent), **({} if port is None else {
@@ -283,17 +286,19 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
 
 def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int, max_beam_width: int, max_seq_len: int,
           step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None, adapter_bytes: int,
-          local_ranks: int) -> MemoryPlan:
+          local_ranks: int, rows_per_sequence: int) -> MemoryPlan:
     """Return the number of blocks of the KV cache pool, beside the buffers of steps.
 
     graph_sizes     sizes of the captured steps with contexts; None: no graphs are captured
     adapter_bytes   bytes of the pages of adapters, and of what a layer computes with them
     local_ranks     number of ranks on this machine
+    rows_per_sequence   most rows of logits of a sequence without beams in a step
     """
     spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config
     one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, loaded.dtype), device.type != "cpu"
     processors = num_multiprocessors(device) if use_triton(device) else 0
-    set_aside = step_bytes(spec, loaded.dtype, step_tokens, params.max_batch_size * max_beam_width, processors)
+    set_aside = step_bytes(spec, loaded.dtype, step_tokens,
+                           params.max_batch_size * max(max_beam_width, rows_per_sequence), processors)
     if graph_sizes is not None:                           # graphs keep the memory of their steps
         most_rows = graph_rows(num_slots)[-1]
         set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,

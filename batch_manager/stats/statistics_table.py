@@ -98,6 +98,11 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
         ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
         ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"))),
+    # With speculative_config:
+    *(Statistic(name, unit, START, meaning, always=False) for name, unit, meaning in (
+        ("Draft Steps", "sequences", "in steps with drafts of this sequence"),
+        ("Draft Tokens", "tokens", "proposed by the engine"),
+        ("Accepted Draft Tokens", "tokens", "of those, the ones that the model generated"))),
     Statistic("KV Events", "events", START, "of the prefix cache", always=False),
     Statistic("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events", always=False),
     Statistic("World Size", "ranks", NOW, "that run the model together; absent for one process", always=False),

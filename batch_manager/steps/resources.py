@@ -33,7 +33,8 @@ DRAFT_LEN = attrgetter("draft_len")
 class Resource(Protocol):
     """A resource that a request holds, besides KV cache blocks, from its first step to its end or a pause.
 
-    kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource.
+    kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource. A resource may also
+    have `fit(plan)`, which is called with each plan before its claim, and may propose drafts for generating requests.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
@@ -66,6 +67,7 @@ class Resources:
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
         self.others = tuple(others)
+        self._fits = [fit for resource in others if (fit := getattr(resource, "fit", None)) is not None]
         self.device_work = DeviceWork()
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
@@ -98,6 +100,8 @@ class Resources:
 
         Raises OutOfResourceError, with nothing changed, if the plan needs more than is free.
         """
+        for fit in self._fits:
+            fit(plan)
         contexts = plan.context_requests
         first_chunks = [request for request in contexts if request.is_first_context_chunk] if contexts else contexts
         drafting = self._takes_drafts and any(map(DRAFT_LEN, plan.generation_requests))

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..adapter_values import LARGEST_ADAPTER_SIZE, AdapterContent, AdapterModules
-from ..arguments import MAX_DRAFT_TOKENS
 from ..attention.windows import blocks_seen
+from ..config import MAX_DRAFT_TOKENS
 from ..decoding.beam_search import BeamSearch, BeamSearches
 from ..decoding.output_rows import columns_with_beams
 from ..decoding.position_ring import COLUMNS, PositionRing

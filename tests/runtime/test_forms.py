@@ -37,7 +37,17 @@ from batch_manager.runtime.forms import form as form_module
 from batch_manager.runtime.forms import table as table_module
 from batch_manager.runtime.forms.fixed import inputs as fixed_inputs
 from batch_manager.runtime.forms.fixed.shapes import Shape
-from batch_manager.runtime.forms.form import CONTEXTS, DRAFTS, EMBEDDINGS, ORDER, PADDING, ROWS, WORDS, Forms
+from batch_manager.runtime.forms.form import (
+    CONTEXT_DRAFTS,
+    CONTEXTS,
+    DRAFTS,
+    EMBEDDINGS,
+    ORDER,
+    PADDING,
+    ROWS,
+    WORDS,
+    Forms,
+)
 from batch_manager.runtime.forms.table import FORMS, OBSTACLES, Asked, make_forms, wanted_forms
 from batch_manager.runtime.kv_pool import make_kv_pool
 from batch_manager.runtime.native_backend import NativeBackend
@@ -204,7 +214,8 @@ def same(found, expected):
 def test_the_table_has_every_word_and_every_form():
     assert {word for word, _ in TABLE} | set(OF_SIZE) == set(WORDS.values())
     assert {name for _, name in TABLE} == set(ORDER) and len(TABLE) == 6 * (len(WORDS) - len(OF_SIZE))
-    assert set(SETUPS) | {"contexts", "drafts", "embeddings", "padding"} == {word for word, _ in TABLE}
+    of_batches = {"contexts", "drafts", "context drafts", "embeddings", "padding"}
+    assert set(SETUPS) | of_batches == {word for word, _ in TABLE}
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -265,8 +276,13 @@ def test_drafts_and_padding_are_refused_by_word_where_no_form_serves_them(engine
     backend, one = engines[name], np.ones(1, np.int32)
     run(backend, SlotSetup(), steps=1)
     drafts = ScheduledBatch(9, generation=GenerationWork(0 * one, 9 * one, num_drafts=one, draft_tokens=one))
-    with pytest.raises(form_module.UnservedBatchError, match="drafts"):
-        backend.start(drafts)
+    if name == "padded":
+        with pytest.raises(form_module.UnservedBatchError, match="drafts"):
+            backend.start(drafts)
+    else:
+        choice = backend.start(drafts).choice
+        assert choice.form == name if name == "compiled" else choice.form == "packed" and choice.obstacles == (
+            {} if name == "packed" else {name: "drafts"})
     padded = ScheduledBatch(9, generation=GenerationWork(0 * one, 9 * one), max_beam_width=2, num_padded_rows=2)
     if name == "padded":
         assert backend.start(padded).choice == ("padded", [])
@@ -452,5 +468,5 @@ def test_mutant_a_form_that_falls_back_by_itself(engines, monkeypatch):
 def test_mutant_a_bit_without_a_case():
     """A bit of decoding/slots.py or of form.py without a word, or a word without a row of the table."""
     bits = [value for name, value in vars(slots).items() if name.isupper() and isinstance(value, int) and value >> 31]
-    assert sum(bits) | CONTEXTS | DRAFTS | EMBEDDINGS | PADDING | sum(
+    assert sum(bits) | CONTEXTS | DRAFTS | EMBEDDINGS | PADDING | CONTEXT_DRAFTS | sum(
         1 << bit for bit in range(56, 62)) == sum(WORDS) and ROWS == 1 << 56

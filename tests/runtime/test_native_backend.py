@@ -669,8 +669,6 @@ def _check_on_a_gpu(checkpoint, layout, setups, monkeypatch):
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkpoint, drafts):
     """A step with draft tokens computes, for each draft, the logits that one-by-one generation of these tokens gives.
-
-    The backend refuses draft tokens. The test therefore packs and runs the step with the backend's parts.
     """
     backend = build(checkpoint)
     prompts = prompts_of(7, 5)
@@ -683,9 +681,6 @@ def test_the_rows_of_draft_tokens_are_those_of_the_same_tokens_one_by_one(checkp
     batch = ScheduledBatch(iteration=1, generation=GenerationWork(
         np.array([0, 1], np.int32), np.array([7, 5], np.int32), num_drafts=np.array([drafts, 1], np.int32),
         draft_tokens=np.array([*expected[0][1:drafts + 1], wrong], np.int32)))
-    with pytest.raises(NotImplementedError, match=r"\(packed: drafts\)"):
-        backend.start(batch)
-
     form, returned, tensors = backend._forms._forms[-1], {}, {}
     with torch.inference_mode():
         (call,) = packing.packed(batch, backend._parts.tables, SIZE)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ORDER = ("graph", "fused", "fixed", "compiled", "packed", "padded")
 
 # Bits of a batch. The bits below 48 are those of its sequences, see decoding/slots.py.
-CONTEXTS, DRAFTS, EMBEDDINGS, PADDING = (1 << bit for bit in range(48, 52))
+CONTEXTS, DRAFTS, EMBEDDINGS, PADDING, CONTEXT_DRAFTS = (1 << bit for bit in range(48, 53))
 # Bits of `StepForm.misfit`.
 ROWS, CONTEXT_TOKENS, CONTEXTS_AT_ONCE, LENGTH, SLOTS, NOT_READY = (1 << bit for bit in range(56, 62))
 
@@ -34,6 +34,7 @@ WORDS: Mapping[int, str] = MappingProxyType({
     features.TOP_LOG_PROBS: "top log-probs", features.RAW_LOG_PROBS: "raw log-probs",
     features.ADAPTER: "adapter",
     CONTEXTS: "contexts", DRAFTS: "drafts", EMBEDDINGS: "embeddings", PADDING: "padding",
+    CONTEXT_DRAFTS: "context drafts",
     ROWS: "rows", CONTEXT_TOKENS: "context tokens", CONTEXTS_AT_ONCE: "contexts at once", LENGTH: "length",
     SLOTS: "slots", NOT_READY: "not ready"})
 
@@ -64,7 +65,7 @@ def traits_of(batch: ScheduledBatch, slots: SlotState) -> int:
             if work.embeddings is not None:
                 traits |= EMBEDDINGS
             if work.num_drafts:
-                traits |= DRAFTS
+                traits |= CONTEXT_DRAFTS
     return traits | PADDING if batch.num_padded_rows else traits
 
 

@@ -91,7 +91,7 @@ class RankPart:
         forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, *given)], parts, absent)
         log_forms(forms)
         # A step is launched when the step before it has been read: the next one's frame has its tokens.
-        info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False)
+        info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False, max_draft_tokens=0)
         backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs)
         with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
             warm_up(parts, forms, own_stages, backend.start_alike)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ....attention.interface import Attention, PackedStep
+from ....decoding.acceptance import UNVERIFIED, accepted
 from ....decoding.decoder import READS_LOGITS
 from ....decoding.logits_return import context_logits
 from ....decoding.sampled_step import UNUSABLE, SampledStep
@@ -28,19 +29,19 @@ from ....decoding.slots import (
     TOP_LOG_PROBS,
     SamplingRows,
 )
-from ....handover import ScheduledBatch, StepOutput
+from ....handover import RowFailure, ScheduledBatch, StepOutput
 from ....models.registry import Model
 from ...adapters.port import LoraPort
-from ...device.running import Readback
+from ...device.running import Readback, on_stream
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
-from ..form import CONTEXTS, EMBEDDINGS, PADDING
+from ..form import CONTEXTS, DRAFTS, EMBEDDINGS, PADDING
 from .forwards import Forward, Head
 
 # What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
 CALLS = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
          POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
-SERVES = {"compiled": CALLS | ADAPTER, "packed": CALLS | ADAPTER, "padded": CALLS | PADDING}
+SERVES = {"compiled": CALLS | ADAPTER | DRAFTS, "packed": CALLS | ADAPTER | DRAFTS, "padded": CALLS | PADDING}
 
 # Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
 UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
@@ -103,18 +104,24 @@ class CallsForm:
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
 
     def misfit(self, batch: ScheduledBatch) -> int:
-        return 0
+        num_drafts = batch.generation.num_drafts
+        if num_drafts is None:
+            return 0
+        drafting = batch.generation.slots[num_drafts > 0]
+        return DRAFTS * bool(self._parts.slots.active(UNVERIFIED, drafting).any())
 
     def start(self, batch: ScheduledBatch, traits: int) -> "PendingCalls":
         input_tokens = None
         if batch.generation.beam_width > 1:
             input_tokens = self._decoder.searches.input_tokens(batch.generation)
         returned, tensors, sampled = {}, {}, None
-        parts, parts_of_rows = [], []
+        parts, parts_of_rows, written = [], [], []
         for call in self._divide(batch, self._parts.tables, self._parts.tokens_per_block):
             hidden, rows = self._run(call, input_tokens, tensors, returned)
             parts.append(hidden)
             parts_of_rows.append(rows)
+            if traits & DRAFTS:
+                written.append(call.step.pool_slots[call.step.logits_rows])
         if len(parts) > 1:
             hidden, rows = torch.cat(parts), join_rows(parts_of_rows)
         if len(rows.slots):
@@ -126,7 +133,7 @@ class CallsForm:
         readback = self._parts.readbacks.start(tensors)
         if sampled is not None:
             self._decoder.keep(sampled)
-        return PendingCalls(batch, self._parts.vocab_size, sampled, readback, returned)
+        return PendingCalls(batch, self._parts, sampled, readback, returned, written)
 
     def _run(self, call: ModelCall, input_tokens: np.ndarray | None, tensors: dict[str, torch.Tensor],
              returned: dict[int, np.ndarray]) -> tuple[torch.Tensor, SamplingRows]:
@@ -209,21 +216,41 @@ class PendingCalls:
 
     sampled    the result of sampling; None: no token is sampled
     returned   slot -> context logits [chunk tokens, vocab] float32 on the host
+    written    with drafts: where the inputs of the sampled rows are in the KV cache pool, as PackedStep.pool_slots, for
+               each call
     """
 
-    def __init__(self, batch: ScheduledBatch, vocab_size: int, sampled: SampledStep | None, readback: Readback,
-                 returned: dict[int, np.ndarray]) -> None:
-        self._batch, self._vocab_size = batch, vocab_size
+    def __init__(self, batch: ScheduledBatch, parts: DeviceParts, sampled: SampledStep | None, readback: Readback,
+                 returned: dict[int, np.ndarray], written: Sequence[np.ndarray]) -> None:
+        self._batch, self._parts, self._written = batch, parts, written
         self._sampled, self._readback, self._returned = sampled, readback, returned
 
     def finish(self) -> StepOutput:
         arrays = self._readback.wait()
-        failures = {}
+        failures: dict[int, RowFailure] = {}
         if self._batch.context and not arrays["context_finite"].all():
             failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
         if self._sampled is None:
             none = np.empty(0, np.int32)
             return StepOutput(self._batch.micro_batch_id, none, none, np.empty(0, np.uint8),
                               context_logits=self._returned, failures=failures)
-        return StepOutput(self._batch.micro_batch_id, **self._sampled.output(arrays, failures, self._vocab_size),
-                          context_logits=self._returned)
+        return StepOutput(self._batch.micro_batch_id, **self._sampled.output(
+            arrays, failures, self._parts.vocab_size, *self._accepted(arrays)), context_logits=self._returned)
+
+    def _accepted(self, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Return the result of `accepted` for a step with drafts, else nothing.
+
+        NaN that a rejected draft left in the KV cache is cleared: attention multiplies what it masks by 0.
+        """
+        generation = self._batch.generation
+        if generation.num_drafts is None or generation.draft_tokens is None:
+            return ()
+        contexts = sum(work.is_last_chunk for work in self._batch.context)
+        counts = np.concatenate([np.zeros(contexts, np.int32), generation.num_drafts])
+        is_new, num_new = accepted(arrays, counts, generation.draft_tokens)
+        if not arrays["finite"].all():
+            wrong = np.concatenate(self._written)[~(is_new | (arrays["finite"] != 0))]
+            blocks, offsets = np.divmod(wrong, self._parts.tokens_per_block)
+            with on_stream(self._parts.stream), torch.inference_mode():
+                self._parts.pool[blocks, :, :, :, offsets] = 0
+        return is_new, num_new

@@ -1,0 +1,126 @@
+"""Drafts of the engine change no token: the tokens and log-probs are those of the same engine without drafts."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batch_manager import ConfigError, KvCacheConfig, SchedulerPolicy, SpeculativeConfig, TrtGptModelType
+from batch_manager.handover import SlotSetup
+from batch_manager.loop.drafting import Ngrams, is_verified
+from batch_manager.sampling_config import SamplingConfig
+from tests.harness.client import StaggeredClient
+
+SHIPPED, VOCAB = Path(__file__).parents[2] / "examples" / "models" / "austen-4m", 1000
+DRAWN = random.Random(4)
+PHRASE = [DRAWN.randrange(VOCAB) for _ in range(9)]
+PROMPTS = {i: PHRASE * (1 + i % 3) + [DRAWN.randrange(VOCAB) for _ in range(i % 4)] + PHRASE[:1 + i % 5]
+           for i in range(10)}
+SAMPLED = {"temperature": 0.6, "runtime_top_k": 20, "runtime_top_p": 0.9}
+ENGINES = {
+    "compiled": {},
+    "overlap": {"enable_trt_overlap": True, "max_batch_size": 3, "max_num_sequences": 8},
+    "split, chunks, pauses, reuse": {
+        "model_type": TrtGptModelType.InflightBatching, "policy": SchedulerPolicy.MAX_UTILIZATION,
+        "enable_chunked_context": True, "max_num_tokens": 24, "cpu_compile": False,
+        "kv_cache_config": KvCacheConfig(tokens_per_block=8, max_tokens=19 * 8, enable_block_reuse=True)},
+    "window": {"kv_cache_config": KvCacheConfig(tokens_per_block=8, max_tokens=800, max_attention_window=24)},
+    "deterministic": {"deterministic": True},
+}
+
+
+def serve(make_manager, new_request, speculative_config=None, **engine):
+    """Run all prompts in one engine. Returns (tokens, log-probs) by id, and the last record."""
+    items = [new_request(i, prompt, 24 + i, return_log_probs=True, streaming=i % 2 == 0,
+                         end_id=PHRASE[3] if i == 7 else None, **(SAMPLED | {"random_seed": i} if i % 3 else {}),
+                         **({"repetition_penalty": 1.3} if i == 5 else {}))
+             for i, prompt in PROMPTS.items()]
+    client = StaggeredClient(items, random.Random(1), [0, 0, 1, 2])
+    manager = make_manager(client, model_path=SHIPPED, num_threads=1, speculative_config=speculative_config, **engine)
+    client.wait_for_finals(*PROMPTS)
+    assert manager.shutdown()
+    found = {}
+    for i in PROMPTS:
+        assert client.final(i).error == ""
+        tokens = client.streamed(i) if i % 2 == 0 else client.final(i).tokens()[len(PROMPTS[i]):]
+        found[i] = tokens, np.concatenate([response.tensors["output_log_probs"].ravel()
+                                           for response in client.responses[i] if len(response.tensors)])
+    return found, json.loads(client.stats[-1])
+
+
+def knowing(expected, right, draw):
+    """Return a drafter that knows the texts: each of its drafts is right with probability `right`."""
+
+    def propose(self, tokens, most):
+        i = next(i for i, prompt in PROMPTS.items() if list(tokens[:len(prompt)]) == prompt and list(
+            tokens) == (prompt + expected[i][0])[:len(tokens)])
+        text = PROMPTS[i] + expected[i][0] + [0] * most
+        return [token if draw.random() < right else (token + 1) % VOCAB for token in text[len(tokens):][:most]]
+
+    return propose
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, monkeypatch, name):
+    expected, record = serve(make_manager, new_request, **ENGINES[name])
+    assert "Draft Tokens" not in record
+    for right in (None, 1.0, 0.6, 0.0) if name == "compiled" else (None, 0.7):
+        if right is not None:
+            monkeypatch.setattr(Ngrams, "propose", knowing(expected, right, random.Random(2)))
+        found, record = serve(make_manager, new_request, SpeculativeConfig(num_speculative_tokens=5), **ENGINES[name])
+        for i, (tokens, log_probs) in expected.items():
+            assert found[i][0] == tokens, (i, right)
+            if name == "deterministic":
+                assert np.array_equal(found[i][1], log_probs)
+            else:
+                np.testing.assert_allclose(found[i][1], log_probs, atol=2e-4)
+        drafts, accepted = record["Draft Tokens"], record["Accepted Draft Tokens"]
+        assert record["Draft Steps"] > 2 and drafts >= record["Draft Steps"]
+        if right is not None:
+            assert accepted == 0 if right == 0 else accepted > 0.9 * drafts if right == 1 else 0 < accepted < drafts
+
+
+def test_ngrams_propose_what_followed_the_newest_longest_match():
+    """Compared with a search from the end."""
+    draw = random.Random(1)
+    for _ in range(200):
+        tokens, ngrams = [draw.randrange(3)], Ngrams(2, 4)
+        for _ in range(40):
+            tokens += [draw.randrange(3) for _ in range(draw.randint(1, 3))]
+            expected = next(((tokens[end:] * 5)[:5] for n in (4, 3, 2) for end in range(len(tokens) - 1, n - 1, -1)
+                             if n < len(tokens) and tokens[end - n:end] == tokens[-n:]), ())
+            assert list(ngrams.propose(tokens, 5)) == list(expected)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected 'ngram'"),
+    ({"num_speculative_tokens": 0}, "SpeculativeConfig.num_speculative_tokens is 0"),
+    ({"num_speculative_tokens": 65}, "SpeculativeConfig.num_speculative_tokens is 65"),
+    ({"prompt_lookup_max": 17}, "SpeculativeConfig.prompt_lookup_max is 17"),
+    ({"prompt_lookup_min": 5}, "SpeculativeConfig.prompt_lookup_min is 5"),
+    ({"prompt_lookup_min": True}, "SpeculativeConfig.prompt_lookup_min is True")])
+def test_wrong_options_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        SpeculativeConfig(**options)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"speculative_config": {"method": "ngram"}}, "speculative_config is of type dict"),
+    ({"model_type": TrtGptModelType.V1}, "speculative_config is set with TrtGptModelType.V1"),
+    ({"run_ahead": True}, "run_ahead is True; speculative_config drafts"),
+    ({"max_num_tokens": 8, "speculative_config": SpeculativeConfig(num_speculative_tokens=8)},
+     "max_draft_tokens is 8 and max_num_tokens is 8")])
+def test_engines_that_cannot_draft_say_so(make_world, options, says):
+    with pytest.raises(ConfigError, match=says):
+        make_world(**{"speculative_config": SpeculativeConfig()} | options)
+
+
+def test_sequences_that_a_step_cannot_verify_get_no_drafts():
+    assert is_verified(SlotSetup(SamplingConfig(temperature=0.5, top_k=3, random_seed=1), return_log_probs=True))
+    for setup in (SlotSetup(stop_words=((1,),)), SlotSetup(SamplingConfig(frequency_penalty=1.0)),
+                  SlotSetup(SamplingConfig(beam_width=2)), SlotSetup(top_log_probs=1), SlotSetup(bad_words=((1,),)),
+                  SlotSetup(return_generation_logits=True), SlotSetup(logits_post_processor=lambda *_: None),
+                  SlotSetup(embedding_bias=np.zeros(3, np.float32)), SlotSetup(raw_log_probs=True)):
+        assert not is_verified(setup), setup
