@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .adapter_values import MODULE_NAMES, locate_projection
+from .config import PeftCacheConfig
 from .errors import ModelLoadError, type_name
 from .layers.context import LayerContext
 from .models.implementation import NATIVE
@@ -150,6 +151,27 @@ def projections_of(model_folder: str | os.PathLike[str]) -> Mapping[str, "_Proje
         model_class(spec, _Shapes(0, device, torch.float32),
                     LayerContext(device=device, dtype=torch.float32, adapters=port))
     return port.found
+
+
+def cache_for(model_folder: str | os.PathLike[str], largest_rank: int, on_device: int = 0, on_host: int = 0
+              ) -> PeftCacheConfig:
+    """Return caches with room for so many adapters of the largest rank; 0: the default sizes, which are bytes.
+
+    Raises the errors of `projections_of`.
+    """
+    size = largest_rank * sum(len(one.ids) for one in projections_of(model_folder).values())
+    return PeftCacheConfig(max_adapter_size=largest_rank, num_device_module_layer=on_device * size,
+                           num_host_module_layer=on_host * size)
+
+
+def dummy_adapter(model_folder: str | os.PathLike[str], rank: int, seed: int) -> AdapterTensors:
+    """Return an adapter of all projections with small random numbers, in bfloat16, as a load for a benchmark."""
+    rows = [(module, one.layer, one.in_size + size) for one in projections_of(model_folder).values()
+            for module, size in zip(one.ids, one.sizes)]
+    weights = torch.empty((len(rows), rank * max(size for *_, size in rows)), dtype=torch.bfloat16, device="cpu")
+    weights.uniform_(-0.02, 0.02, generator=torch.Generator("cpu").manual_seed(seed))
+    return AdapterTensors(weights, torch.tensor([(module, layer, rank) for module, layer, _ in rows],
+                                                dtype=torch.int32, device="cpu"))
 
 
 class _Projections:

@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
                         """for instance {"endpoint": "tcp://*:5557"} (off); they hold prompts""")
     parser.add_argument("--max-queued-requests", type=int)
     parser.add_argument("--enable-lora", action="store_true", help="accept LoRA adapters; so do the options below")
-    parser.add_argument("--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that clients name as model")
+    add_shared(parser.add_argument, "--lora-modules", "clients name them as model")
     parser.add_argument("--lora-root", metavar="FOLDER", help="clients may load adapters below it (they may not)")
-    for name, meaning in (("--max-loras", "adapters of this rank on the device (2 %% of its free memory)"),
-                          ("--max-cpu-loras", "and on the host (1 GiB)"), ("--max-lora-rank", "largest rank (64)")):
-        parser.add_argument(name, type=at_least(1), metavar="N", help=meaning)
+    add_shared(parser.add_argument, "--max-loras", shown="2 %% of its free memory")
+    parser.add_argument("--max-cpu-loras", type=at_least(1), metavar="N", help="and on the host (1 GiB)")
+    add_shared(parser.add_argument, "--max-lora-rank", shown="64")
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype"):
         add_shared(parser.add_argument, name)
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):

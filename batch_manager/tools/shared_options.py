@@ -65,6 +65,9 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),
     "--pipeline-parallel-size": ("stages, each with a part of the layers", {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),
+    "--lora-modules": ("LoRA adapters in folders of peft", {"nargs": "+", "metavar": "NAME=FOLDER"}),
+    "--max-loras": ("number of adapters of the largest rank on the device", {"type": at_least(1), "metavar": "N"}),
+    "--max-lora-rank": ("largest rank of an adapter", {"type": at_least(1), "metavar": "N"}),
     "--streaming": ("a response for every token", {"action": FLAG}),
     # figures and output
     "--slo-ttft-ms": ("goodput: upper bound on the time to the first token", {"type": positive, "metavar": "MS"}),

@@ -22,7 +22,7 @@ from .portions import each_done
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 1_000, "F": 20_000, "C": 200_000}            # requests beside others
-FORMS = {"packed": {"cpu_compile": False}, "compiled": {}}
+FORMS = ("packed", "compiled", "fixed")                     # the last with an attention in torch, without kernels
 
 
 def draw_options(draw: random.Random) -> dict:
@@ -47,6 +47,7 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     from tests.harness.adapter_mixture import Mixture
     from tests.models.conftest import make_reference
     from tests.models.test_same_logits_as_transformers import FAMILIES
+    from tests.runtime.bindable_torch import BindableTorchAttention
 
     torch.set_num_threads(1)
     draw, counts, found = random.Random(seed), Counter(), []
@@ -56,8 +57,10 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     model.save_pretrained(parent)
     mixture = Mixture(model, parent, seed)
     alone = mixture.run_alone()
-    for form, of_form in FORMS.items():
-        options = draw_options(draw)
+    of_forms = {"packed": {"cpu_compile": False}, "compiled": {},
+                "fixed": {"parts": {"attention": BindableTorchAttention}}}
+    for form in FORMS:
+        options, of_form = draw_options(draw), of_forms[form]
         where = f"seed {seed} (python -m tests.campaigns.adapters {seed}): {case}, {form}, {options}"
         try:
             tokens, records = mixture.run(arrivals=draw, **options, **of_form)

@@ -114,6 +114,7 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--time-scale", "2", "--request-rate", "1"], "recorded times"),
     (["--streaming", "--beam-width", "2"], "does not stream"),
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
+    (["--lora-modules", "plays"], "expected NAME=FOLDER"), (["--max-loras", "0"], "at least 1"),
     (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),
     (["--out", "/"], "folder"),
     (["--warm-up", "-1"], "at least 0"), (["--static-emulated-timeout", "inf"], "expected 0 to 8.64e+07")])

@@ -18,6 +18,7 @@ from batch_manager.tools.bench.files import write_stats
 from batch_manager.tools.bench.measurement import Measurement
 from batch_manager.tools.bench.options import parse_options
 from batch_manager.tools.bench.process_meter import ProcessMeter
+from batch_manager.tools.bench.request_options import RequestOptions
 from batch_manager.tools.bench.warm_up import warm_up_requests
 from batch_manager.tools.workload import Lengths, make_workload
 
@@ -220,3 +221,25 @@ def test_auto_is_what_the_engine_chooses():
     given = parse_options(["--model", str(SMALL_MODEL), "--workload", "w", "--dtype", "auto", "--device", "cpu"])
     wide = parse_options(["--model", str(SMALL_MODEL), "--workload", "w", "--dtype", "float32", "--device", "cpu"])
     assert model_limits(given, Parts()) == model_limits(wide, Parts())
+
+
+@pytest.mark.parametrize("given, number", [
+    (["--lora-modules", *(f"{name}={SMALL_MODEL.parents[1] / 'adapters' / name}" for name in ("plays", "definitions")),
+      "--max-loras", "1", "--max-lora-rank", "4"], 2), (["--max-loras", "3"], 3)])
+def test_requests_have_adapters_in_turn(given, number, monkeypatch):
+    """Those of folders, or as many with random numbers as there is room for on the device."""
+    made, make = {}, RequestOptions.make
+
+    def noted(asked, request, **more):
+        result = make(asked, request, **more)
+        made[request["id"]] = int(result.lora_task_id)
+        return result
+
+    monkeypatch.setattr(RequestOptions, "make", noted)
+    several = options("--model", str(SMALL_MODEL), "--num-threads", "1", "--max-tokens-in-paged-kvcache", "512",
+                      "--report", "none", *given)
+    result = Measurement(several, FOUR_REQUESTS, Parts()).run()
+    assert result["wrong_length"] == 0 and result["output_tokens"] == FOUR_REQUESTS["output_tokens"]
+    ids = [request["id"] for request in FOUR_REQUESTS["requests"]]
+    assert [made[request_id] for request_id in ids] == [request_id % number for request_id in ids]
+    assert set(made.values()) == set(range(number))

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from ...adapters import projections_of
+from ...adapters import cache_for
 from ...aio.adapter_names import NameInUseError
 from ...config import PeftCacheConfig
 from ...errors import BatchManagerError, ConfigError
@@ -62,9 +62,7 @@ class AdapterOptions:
 
     def cache(self, model: str) -> PeftCacheConfig:
         """Return the engine's configuration for this model, whose configuration is read."""
-        size = self.largest_rank * sum(len(one.ids) for one in projections_of(model).values())
-        return PeftCacheConfig(max_adapter_size=self.largest_rank, num_device_module_layer=self.most_on_device * size,
-                               num_host_module_layer=self.most_on_host * size)
+        return cache_for(model, self.largest_rank, self.most_on_device, self.most_on_host)
 
     async def load(self, service: OpenAIService) -> None:
         """Load the adapters of the start. Raises the errors of AsyncEngine.load_adapter."""

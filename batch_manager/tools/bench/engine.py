@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
+from ...config import KvCacheConfig, Parts, PeftCacheConfig, TrtGptModelOptionalParams
 from ...extras.launch import follow, parallel_config
 from ...gpt_manager import GptManager
 from ...names import TrtGptModelType
@@ -57,6 +57,27 @@ def make_manager(options: argparse.Namespace, parts: Parts, kv_tokens: int | Non
                       return_batch_manager_stats_cb=stats, parts=parts)
 
 
+def load_adapters(options: argparse.Namespace, manager: GptManager) -> list[int]:
+    """Load the adapters of the requests, and return their task ids. Raises the errors of GptManager.load_adapter."""
+    from ...adapters import dummy_adapter
+
+    for number, folder in enumerate(options.lora_modules):
+        manager.load_adapter(number, folder)
+    for number in range(0 if options.lora_modules else options.max_loras or 0):
+        made = dummy_adapter(options.model, options.max_lora_rank, number)
+        manager.load_adapter(number, {"lora_weights": made.lora_weights, "lora_config": made.lora_config})
+    return list(range(len(options.lora_modules) or options.max_loras or 0))
+
+
+def _adapter_cache(options: argparse.Namespace) -> PeftCacheConfig | None:
+    if not (options.lora_modules or options.max_loras):
+        return None
+    from ...adapters import cache_for
+
+    on_host = len(options.lora_modules) or options.max_loras
+    return cache_for(options.model, options.max_lora_rank, options.max_loras or on_host, on_host)
+
+
 def follow_rank_0(options: argparse.Namespace) -> int:
     """Take part as another rank, and return the exit status. Raises the errors of the constructor of GptManager."""
     return follow(**_arguments(options, model_limits(options, Parts())[2]))
@@ -83,6 +104,7 @@ def _arguments(options: argparse.Namespace, kv_tokens: int | None) -> dict[str, 
             device=options.device,
             dtype=options.dtype,
             load_format=options.load_format,
+            peft_cache_config=_adapter_cache(options),
             num_threads=options.num_threads,
             cuda_graphs=options.cuda_graphs,
             cpu_compile=options.cpu_compile,

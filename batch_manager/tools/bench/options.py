@@ -88,12 +88,22 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     shared("--dtype", "auto: as GptManager and batch-manager inspect choose it", "bfloat16", default="bfloat16")
     add("--load-format", choices=LOAD_FORMATS, default="auto",
         help='"dummy": random weights; only config.json is needed (auto)')
+    shared("--lora-modules", "the requests have them in turn", "none", default=[], type=named_folder)
+    shared("--max-loras", "without --lora-modules, the requests have so many of random numbers in turn", "all")
+    shared("--max-lora-rank", "that of random ones", "16", default=16)
     add("--cpu-compile", action=FLAG, default=None,
         help="run CPU steps as compiled code (on if the model and the processor support it)")
     add("--cuda-graphs", action=FLAG, default=None, help="replay captured graphs on a GPU (off)")
     shared("--model-implementation", shown="auto", default="auto")
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         shared(name, shown="1", default=1)
+
+
+def named_folder(text: str) -> str:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no adapter; expected NAME=FOLDER")
+    return folder
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Options that all requests of a benchmark share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class RequestOptions:
     timings             whether responses include performance metrics, which are needed for queue times
     cache_salt          salt of the requests, which reuse cached blocks only of requests with the same salt; None: no
                         salt. Repetitions of a workload have different salts
+    adapters            task ids of adapters, which the requests have in turn; empty: none
     """
 
     end_id: int = -1
@@ -29,6 +31,7 @@ class RequestOptions:
     temperature: float | None = None
     timings: bool = False
     cache_salt: str | None = None
+    adapters: Sequence[int] = ()
 
     def make(self, request: dict[str, Any], *, streaming: bool, arrival_time: float | None = None) -> InferenceRequest:
         """Return an InferenceRequest for a request of a workload.
@@ -49,6 +52,8 @@ class RequestOptions:
             tensors["temperature"] = self.temperature
         if self.timings:
             tensors["return_perf_metrics"] = True
+        if self.adapters:
+            tensors["lora_task_id"] = self.adapters[request["id"] % len(self.adapters)]
         salt = self.cache_salt
         if salt is not None and request.get("repetition"):
             salt = f"{salt}, repetition {request['repetition']}"

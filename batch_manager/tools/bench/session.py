@@ -10,7 +10,7 @@ from typing import Any, Self
 from ...config import Parts
 from ...stats.trace import IterationTrace, TraceFile
 from .client import Client, Receipt
-from .engine import make_manager, model_limits
+from .engine import load_adapters, make_manager, model_limits
 from .gate import Gate
 from .load import Load
 from .neighbours import busy_neighbours
@@ -67,6 +67,7 @@ class Session:
         self._stack = contextlib.ExitStack()
         self.client = Client(prompts_included=not options.exclude_input_in_output_seq)
         self._is_warm = False
+        self._adapters: list[int] = []
         self._trace_file: TraceFile | None = None
         self._settings: Mapping[str, int | str] = {}     # of the engine; empty once they are in the trace
         self.kv_tokens: int | None = None
@@ -91,13 +92,15 @@ class Session:
         client = self.client
         self.manager = manager = stack.enter_context(make_manager(
             options, parts, self.kv_tokens, get=client.get, send=client.send, stats=self._stats_callback()))
+        self._adapters = load_adapters(options, manager)
         # More requests than a run can have at a time would only take time and memory.
         num_requests = options.max_batch_size
         if not options.find_saturation:
             num_requests = min(num_requests, self._workload["n"])
         for number in range(options.warm_up):
             requests = warm_up_requests(num_requests, vocab_size, max_seq_len, number)
-            client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter())
+            client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter(),
+                         options=RequestOptions(adapters=self._adapters))
         self.load_s = time.perf_counter() - loading
         self._is_warm = True
 
@@ -134,7 +137,7 @@ class Session:
         asks = RequestOptions(
             end_id=options.eos_id, pad_id=options.pad_id, beam_width=options.beam_width,
             context_logits=options.return_context_logits, generation_logits=options.return_generation_logits,
-            timings=options.queue_times, cache_salt=salt)
+            timings=options.queue_times, cache_salt=salt, adapters=self._adapters)
         gate = None
         in_progress = load.concurrency or 0
         at_most = 0 if load.is_closed else in_progress
