@@ -32,7 +32,8 @@ from .loop.callbacks import GuardedCallbacks
 from .loop.drafting import Drafting
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
-from .loop.preparing import Preparing
+from .loop.preparing import Preparing, without_adapters
+from .loop.waiting_requests import WaitingRequests
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
 from .requests.adapter_content import checked_adapter, read_adapter
@@ -76,7 +77,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
         if plan.has_kv_events:
             kv_events = EventLog(kv_cache_manager, key=kv.event_hash_key, with_tokens=kv.event_tokens,
                                  most_kept=kv.event_buffer_max_size, log=RateLimitedLog(clock.monotonic))
-        peft_cache_manager = preparing = None
+        peft_cache_manager, preparing = None, without_adapters()
         if plan.adapters is not None:
             most_bytes = getattr(backend, "most_bytes_of_a_step", None)    # a step lists the loads of all in flight
             store = AdapterStore(plan.adapters.host_bytes, plan.adapters.device_pages,
@@ -91,7 +92,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             callbacks=guarded,
             intake=Intake(guarded, admission_of(arguments, parts, plan, kv_cache_manager, guard),
                           QueueBounds.of(params), clock, params.max_admissions_per_iteration,
-                          arguments.terminate_req_id, preparing),
+                          arguments.terminate_req_id, WaitingRequests(preparing)),
             scheduler=chosen_scheduler(parts.scheduler, limits, kv_cache_manager,
                                        make_scheduler(limits, kv_cache_manager, peft_cache_manager,
                                                       is_static=arguments.is_static), peft_cache_manager),

@@ -141,7 +141,7 @@ class GenerationLoop:
     @property
     def preparing(self) -> Preparing | None:
         """What checks the adapters of requests; None without a cache for adapters."""
-        return self.intake.preparing
+        return None if self.adapters is None else self.intake.waiting.preparing
 
     @property
     def num_alive(self) -> int:
@@ -203,7 +203,7 @@ class GenerationLoop:
         self.callbacks.after_responses()
         if self.kv_events is not None:
             self.callbacks.kv_events(self.kv_events.collect())
-        self.intake.close()
+        self.intake.waiting.preparing.close()
 
     def _release_everything(self) -> None:
         """Release the resources of all requests before their final callbacks run.
@@ -241,15 +241,15 @@ class GenerationLoop:
         record = IterationRecord(self.iteration, self.iteration % self.limits.num_micro_batches,
                                  self.clock.monotonic())
         if self._phase_times is not None:
-            record.room = -1 if room is None else max(room - len(self.intake), 0)
+            record.room = -1 if room is None else max(room - self.intake.waiting.num_requests, 0)
         for admitted in self.intake.fetch(room, self.active.__contains__, self.failure):
             self.active.add(admitted.request)
             self._resources.admit(admitted)
             self.deliveries.admit(admitted)
-        record.had_refusals = bool(self.unanswered.refusals or self.intake.unprepared)
-        if self.intake.unprepared:
+        record.had_refusals = bool(self.unanswered.refusals or self.intake.waiting.unprepared)
+        if self.intake.waiting.unprepared:
             self.finals.answer_refusals()
-            for admitted, error in self.intake.take_unprepared():
+            for admitted, error in self.intake.waiting.take_unprepared():
                 self.finals.fail_waiting(admitted, error.code, str(error))
         if self.intake.came_late:            # a late request must not run; its duplicates are refused while it is live
             self.finals.answer_refusals()
@@ -376,7 +376,9 @@ class GenerationLoop:
     def _expire(self) -> None:
         """End requests whose deadline has passed, as timed out if they have generated tokens, else with an error."""
         expired = self.intake.expired()
-        for admitted in self.intake.withdraw(expired.keys()):
+        if not expired:
+            return
+        for admitted in self.intake.waiting.withdraw(expired.keys()):
             self.finals.fail_waiting(admitted, ErrorCode.DEADLINE, expired[admitted.request.request_id])
         for request_id in sorted(expired):
             request = self.active.get(request_id)
@@ -402,7 +404,7 @@ class GenerationLoop:
         stops = self.callbacks.poll_stops()
         if not stops:
             return
-        for admitted in self.intake.withdraw(stops):
+        for admitted in self.intake.waiting.withdraw(stops):
             self.finals.end_waiting(admitted, FinishReason.CANCELLED)
         for request in [request for request in self.active if request.request_id in stops]:
             if self.active.get(request.request_id) is request:    # an end may end others

@@ -1,8 +1,7 @@
-"""Turns fetched items into accepted requests or refusals, and queues requests until they become active."""
+"""Turns fetched items into accepted requests or refusals."""
 
 import logging
-from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import TrtGptModelOptionalParams
@@ -21,9 +20,9 @@ from ..requests.admission import Admission, Admitted, usable_id
 from ..seams import Clock
 from .callbacks import GuardedCallbacks
 from .fetched_items import RefusedItem
-from .preparing import Preparing
 from .timings import Timings
 from .unanswered import Refusal
+from .waiting_requests import WaitingRequests
 
 MAX_ARRIVAL_AHEAD_S = 1.0    # tolerance for an arrival time in the future
 
@@ -55,15 +54,13 @@ class Intake:
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False
     num_warnings    number of accepted requests whose output length was cut, so that the sequence fits max_seq_len
-    preparing       where accepted requests wait for their adapters; None: no request has an adapter
-    unprepared      (request, error) of accepted requests whose adapter was refused; the loop ends them
+    waiting         the accepted requests that are not active yet
     """
 
     def __init__(self, callbacks: GuardedCallbacks, admission: Admission, bounds: QueueBounds, clock: Clock,
-                 max_admissions_per_iteration: int, terminate_req_id: int | None,
-                 preparing: Preparing | None = None) -> None:
-        self.preparing = preparing
-        self.unprepared: list[tuple[Admitted, RequestError]] = []
+                 max_admissions_per_iteration: int, terminate_req_id: int | None, waiting: WaitingRequests) -> None:
+        self.waiting = waiting
+        self._adapters = waiting.preparing.store
         self._callbacks = callbacks
         self._unanswered = callbacks.unanswered
         self.admission, self.admission_elsewhere = admission, admission.for_other_threads()
@@ -74,9 +71,6 @@ class Intake:
         self.timings = Timings(clock)
         self.max_admissions_per_iteration = max_admissions_per_iteration
         self._terminate_req_id = terminate_req_id
-        self._queue: deque[Admitted] = deque()
-        self._queued_ids: set[int] = set()
-        self._queued_tokens = 0
         self._bytes_of: dict[int, int] = {}
         self._bytes_in_flight = 0
         self.came_late = False
@@ -89,7 +83,7 @@ class Intake:
 
     def __len__(self) -> int:
         """The number of accepted requests that wait to become active."""
-        return len(self._queue) + len(self.preparing or ())
+        return self.waiting.num_requests
 
     @property
     def num_alive(self) -> int:
@@ -118,14 +112,11 @@ class Intake:
             "New Requests": unanswered.num_accepted - accepted,
             "Refused Requests": unanswered.num_refused - refused,
             "Accepted Prompt Tokens": self.num_prompt_tokens,
-            "Queued Requests": len(self),
-            "Queued Tokens": self._queued_tokens + (self.preparing.num_tokens if self.preparing else 0),
+            "Queued Requests": self.waiting.num_requests,
+            "Queued Tokens": self.waiting.num_tokens,
             "Clamped Requests": self.num_warnings,
             "Unaddressable Items": unanswered.num_unaddressable,
         }
-
-    def holds(self, request_id: int) -> bool:
-        return request_id in self._queued_ids
 
     def ask(self, room: int | None) -> None:
         """Call the get callback for at most `room` - (number of queued requests) requests.
@@ -135,7 +126,7 @@ class Intake:
         room   number of further requests that may become active; None: unbounded
         """
         if not self.is_terminating:
-            self._callbacks.fetched.ask(-1 if room is None else max(room - len(self), 0))
+            self._callbacks.fetched.ask(-1 if room is None else max(room - self.waiting.num_requests, 0))
 
     def fetch(self, room: int | None, is_active: Callable[[int], bool],
               failure: BatchManagerError | None = None) -> list[Admitted]:
@@ -146,18 +137,19 @@ class Intake:
         is_active    whether an id belongs to an active request
         failure      refuse every item with this error; None: decide normally
         """
-        unanswered, fetched = self._unanswered, self._callbacks.fetched
-        if not (self._queue or unanswered.undecided or fetched or self.preparing):
+        unanswered, fetched, waiting = self._unanswered, self._callbacks.fetched, self.waiting
+        preparing = waiting.preparing
+        if not (waiting.queue or unanswered.undecided or fetched or preparing.waiting):
             return []
-        if self.preparing:
-            self._take_prepared()
-        entering = self._from_queue(room)
+        if preparing.waiting:
+            waiting.take_prepared()
+        entering = waiting.take(room)
         if room is not None:
-            room -= len(entering) + len(self.preparing or ())
+            room -= len(entering) + len(preparing.waiting)
         entering_ids = {admitted.request.request_id for admitted in entering}
 
         def is_alive(request_id: int) -> bool:
-            return request_id in entering_ids or request_id in self._queued_ids or is_active(request_id)
+            return request_id in entering_ids or request_id in waiting.ids or is_active(request_id)
 
         for _ in range(self.max_admissions_per_iteration):
             if not (unanswered.undecided or fetched.read_next()):
@@ -179,7 +171,7 @@ class Intake:
                 unanswered.refuse(Refusal(request_id, error))
                 continue
             unanswered.accept(request_id)
-            if admitted.request.lora_task_id is not None and self._must_prepare(admitted):
+            if admitted.request.lora_task_id is not None and waiting.must_prepare(admitted):
                 if room is not None:
                     room -= 1
             elif room is None or room > 0:
@@ -188,7 +180,7 @@ class Intake:
                 if room is not None:
                     room -= 1
             else:
-                self._enqueue(admitted)
+                waiting.add(admitted)
             self._note_accepted(admitted)
         return entering
 
@@ -214,14 +206,15 @@ class Intake:
                                       "the id must not change", "do not override request_id")
         if admitted.arrival_time is not None:
             self._check_arrival(request_id, admitted.arrival_time)
-        if self.preparing is not None and admitted.request.lora_task_id is not None:
-            self.preparing.look_up(admitted)
-        tokens, bounds = admitted.request.prompt_len, self._bounds
-        if not has_room and len(self) >= bounds.max_queued_requests:
-            raise QueueFullError(f"request {request_id}: the queue has {counted(len(self), 'request')} already",
+        if admitted.request.lora_task_id is not None:
+            self.waiting.preparing.look_up(admitted)
+        tokens, bounds, waiting = admitted.request.prompt_len, self._bounds, self.waiting
+        if not has_room and waiting.num_requests >= bounds.max_queued_requests:
+            raise QueueFullError(f"request {request_id}: the queue has {counted(waiting.num_requests, 'request')} "
+                                 "already",
                                  f"max_queued_requests is {bounds.max_queued_requests}",
                                  "return no more than max_num_requests from get, or raise max_queued_requests")
-        queued = self._queued_tokens + (self.preparing.num_tokens if self.preparing else 0) + tokens
+        queued = waiting.num_tokens + tokens
         if not has_room and queued > bounds.max_queued_tokens:
             raise QueueFullError(f"request {request_id}: with its {counted(tokens, 'prompt token')}, "
                                  f"{queued:,} would be queued",
@@ -233,25 +226,6 @@ class Intake:
                                  f"max_bytes_in_flight is {bounds.max_bytes_in_flight:,}",
                                  "ask for fewer logits, try again later, or raise max_bytes_in_flight")
         return admitted
-
-    def _must_prepare(self, admitted: Admitted) -> bool:
-        """Whether an accepted request with an adapter has to wait for it. If not, the request uses its adapter."""
-        preparing, request = self.preparing, admitted.request
-        assert preparing is not None
-        if request.adapter is None:
-            self._queued_ids.add(request.request_id)
-            preparing.add(admitted)
-            return True
-        preparing.store.use(request)
-        return False
-
-    def _take_prepared(self) -> None:
-        """Queue the requests whose adapters are found, and note those whose adapters are refused."""
-        assert self.preparing is not None
-        ready, refused = self.preparing.take_ready()
-        for admitted in ready:
-            self._enqueue(admitted)
-        self.unprepared += refused    # their ids stay alive until the loop has ended them
 
     def _check_arrival(self, request_id: int, arrival_time: float) -> None:
         ahead = arrival_time - self._clock.monotonic()
@@ -278,70 +252,18 @@ class Intake:
             self.num_warnings += 1
             self._warning_log.log(logging.WARNING, "%s (%d so far)", warning, self.num_warnings)
 
-    def _enqueue(self, admitted: Admitted) -> None:
-        """Insert a request by priority, larger first. Requests of equal priority keep their order of arrival."""
-        queue, index = self._queue, len(self._queue)
-        while index and queue[index - 1].request.priority < admitted.request.priority:
-            index -= 1
-        queue.insert(index, admitted)
-        self._queued_ids.add(admitted.request.request_id)
-        self._queued_tokens += admitted.request.prompt_len
-
-    def _from_queue(self, room: int | None) -> list[Admitted]:
-        count = len(self._queue) if room is None else min(max(room, 0), len(self._queue))
-        return [self._dequeue() for _ in range(count)]
-
-    def _dequeue(self) -> Admitted:
-        admitted = self._queue.popleft()
-        self._queued_ids.discard(admitted.request.request_id)
-        self._queued_tokens -= admitted.request.prompt_len
-        return admitted
-
     def take_arrived(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return (ids, arrival times) of the requests accepted since the last call of this method."""
         arrived, self.arrived = self.arrived, []
         return tuple([request_id for request_id, _ in arrived]), tuple([time for _, time in arrived])
 
-    def take_unprepared(self) -> list[tuple[Admitted, RequestError]]:
-        """Return the requests whose adapter was refused since the last call of this method, with the errors."""
-        unprepared, self.unprepared = self.unprepared, []
-        self._queued_ids.difference_update(admitted.request.request_id for admitted, _ in unprepared)
-        return unprepared
-
-    def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
-        """Remove the requests with `request_ids` from the queue and return them. Other ids are ignored."""
-        wanted = request_ids & self._queued_ids
-        if not wanted:
-            return []
-        taken = [admitted for admitted in self._queue if admitted.request.request_id in wanted]
-        kept = [admitted for admitted in self._queue if admitted.request.request_id not in wanted]
-        self._queue.clear()
-        self._queued_ids.clear()
-        self._queued_tokens = 0
-        for admitted in kept:
-            self._enqueue(admitted)
-        if self.preparing:
-            taken += self.preparing.withdraw(wanted)
-            self._queued_ids.update(self.preparing.request_ids)
-        return taken
-
     def clear(self) -> None:
         """Forget every accepted request, waiting or not."""
-        self._queue.clear()
-        self._queued_ids.clear()
-        self._queued_tokens = 0
+        self.waiting.clear()
         self._bytes_of.clear()
         self._bytes_in_flight = 0
         self._deadlines.clear()
         self.timings.clear()
-        self.unprepared.clear()
-        if self.preparing is not None:
-            self.preparing.clear()
-
-    def close(self) -> None:
-        """End the helper thread, if there is one. Idempotent."""
-        if self.preparing is not None:
-            self.preparing.close()
 
     def expired(self) -> dict[int, str]:
         """Return request id -> error text, for the requests whose deadlines have passed since the last call.
@@ -365,8 +287,8 @@ class Intake:
         self._bytes_in_flight -= self._bytes_of.pop(request_id, 0)
         self._deadlines.pop(request_id, None)
         self.timings.forget(request_id)
-        if self.preparing is not None:
-            self.preparing.store.leave(request_id)
+        if request_id in self._adapters.users:
+            self._adapters.leave(request_id)
 
     def _note_unaddressable(self, item: object) -> None:
         self._unanswered.note_unaddressable()

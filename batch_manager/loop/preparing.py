@@ -42,7 +42,7 @@ class _Job:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class Waiting:
     admitted: Admitted
     job: _Job | None
 
@@ -57,27 +57,23 @@ class Preparing:
     store   the adapters that the engine knows
     largest   most rows of an adapter, and most elements of a row; None: not known
     wake    called by the helper thread after each check
+    waiting   the requests that wait here, in order of arrival
     """
 
     def __init__(self, check: Check, store: AdapterStore, largest: tuple[int, int] | None = None) -> None:
         self.check, self.store, self.largest = check, store, largest
         self.wake: Callable[[], None] = lambda: None
-        self._waiting: list[_Waiting] = []
+        self.waiting: list[Waiting] = []
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._helper: threading.Thread | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of prompt tokens of the requests that wait here."""
-        return sum(waiting.admitted.request.prompt_len for waiting in self._waiting)
+        return len(self.waiting)
 
     @property
     def request_ids(self) -> set[int]:
         """Ids of the requests that wait here."""
-        return {waiting.admitted.request.request_id for waiting in self._waiting}
+        return {waiting.admitted.request.request_id for waiting in self.waiting}
 
     def look_up(self, admitted: Admitted) -> None:
         """Find the adapter of a request that only names it. Other requests, and those that come after a request with an
@@ -88,7 +84,7 @@ class Preparing:
         request = admitted.request
         assert request.lora_task_id is not None
         if admitted.adapter is None and all(waiting.admitted.request.lora_task_id != request.lora_task_id
-                                            for waiting in self._waiting):
+                                            for waiting in self.waiting):
             try:
                 request.adapter = self.store.find(request.lora_task_id)
             except AdapterNotCachedError as error:
@@ -106,13 +102,13 @@ class Preparing:
                 start_with_enough_stack(helper)
                 self._helper = helper
             self._jobs.put(job)
-        self._waiting.append(_Waiting(replace(admitted, adapter=None), job))
+        self.waiting.append(Waiting(replace(admitted, adapter=None), job))
 
     def take_ready(self) -> tuple[list[Admitted], list[tuple[Admitted, RequestError]]]:
         """Return the requests that can run, and those whose adapter was refused with the error, in order of arrival."""
         ready, refused, left = [], [], []
         unready_ids = set()
-        for waiting in self._waiting:
+        for waiting in self.waiting:
             request, job = waiting.admitted.request, waiting.job
             if request.lora_task_id in unready_ids or job is not None and not job.is_done:
                 unready_ids.add(request.lora_task_id)
@@ -123,10 +119,10 @@ class Preparing:
                 ready.append(waiting.admitted)
             except RequestError as error:
                 refused.append((waiting.admitted, error))
-        self._waiting = left
+        self.waiting = left
         return ready, refused
 
-    def _find(self, waiting: _Waiting) -> None:
+    def _find(self, waiting: Waiting) -> None:
         request, job = waiting.admitted.request, waiting.job
         assert request.lora_task_id is not None
         if job is None:
@@ -140,9 +136,9 @@ class Preparing:
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
         """Remove the requests with these ids and return them."""
-        taken = [waiting for waiting in self._waiting if waiting.admitted.request.request_id in request_ids]
+        taken = [waiting for waiting in self.waiting if waiting.admitted.request.request_id in request_ids]
         for waiting in taken:
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
             if waiting.job is not None:
                 waiting.job.given = None    # not checked any more, unless the check runs
         return [waiting.admitted for waiting in taken]
@@ -158,6 +154,14 @@ class Preparing:
         if helper is not None:
             self._jobs.put(None)
             helper.join()
+
+
+def without_adapters() -> Preparing:
+    """Return what takes the place of a Preparing in an engine without adapters: no request waits in it."""
+    def refuse(given: GivenAdapter) -> AdapterContent:
+        raise AssertionError("an engine without adapters accepted one")
+
+    return Preparing(refuse, AdapterStore(0, 0))
 
 
 def _serve(jobs: "SimpleQueue[_Job | None]", check: Check, owner: Preparing) -> None:

@@ -34,12 +34,12 @@ def make_adapted(make_world):
 
     yield make
     for world in made:
-        world.loop.intake.close()
+        world.loop.preparing.close()
 
 
 def settle(world):
     """Run iterations until every request has its final. The helper thread may need some time."""
-    preparing, jobs = world.loop.intake.preparing, 0
+    preparing, jobs = world.loop.preparing, 0
     while world.client.pending or not world.loop.is_empty:
         if not world.step():
             jobs += 1
@@ -202,7 +202,7 @@ def test_the_same_content_again_is_a_hit_and_a_full_host_cache_may_be_tried_agai
 
 def test_requests_wait_for_the_check_in_order_and_can_end_meanwhile(make_adapted, new_request):
     world = make_adapted()
-    preparing = world.loop.intake.preparing
+    preparing = world.loop.preparing
     run, jobs = preparing.check, []
     preparing._helper, preparing._jobs = "not started", type("Jobs", (), {"put": staticmethod(jobs.append)})
     adapter = {"lora_task_id": 1, **adapter_tensors(1)}
@@ -240,7 +240,7 @@ def test_a_starved_adapter_gets_in(make_adapted, new_request):
     def step():
         world.step()
         more()
-        while not all(each.job is None or each.job.is_done for each in world.loop.intake.preparing._waiting):
+        while not all(each.job is None or each.job.is_done for each in world.loop.preparing.waiting):
             sleep(0.0005)
 
     for _ in range(10):

@@ -29,6 +29,7 @@ from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.loop.finals import Finals
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.loop.intake import Intake
+from batch_manager.loop.waiting_requests import WaitingRequests
 from batch_manager.names import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
 from batch_manager.requests import admission
 from batch_manager.requests.admission import Admission
@@ -220,15 +221,15 @@ def nothing_is_set_aside_for_what_follows(patch) -> None:
 
 
 def a_withdrawn_request_still_counts(patch) -> None:
-    withdraw = Intake.withdraw
+    withdraw = WaitingRequests.withdraw
 
     def forgetful(self, request_ids):
-        tokens = self._queued_tokens
+        tokens = self.num_tokens
         taken = withdraw(self, request_ids)
         if taken:
-            self._queued_tokens = tokens
+            self.num_tokens = tokens
         return taken
-    patch.setattr(Intake, "withdraw", forgetful)
+    patch.setattr(WaitingRequests, "withdraw", forgetful)
 
 
 def sends_by(patch, call) -> None:

@@ -49,7 +49,7 @@ class Adapters:
 
     def watch(self, loop) -> None:
         """Wrap the store, and let checks run when `move` says."""
-        preparing, store = loop.intake.preparing, loop.adapters.store
+        preparing, store = loop.preparing, loop.adapters.store
         put, forget, find = store.put, store.forget, store.find
         preparing._helper, preparing._jobs = self, self
 
@@ -103,7 +103,7 @@ class Adapters:
             self.world.loop.adapters.store.forget(task_id)
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            job.run(self.world.loop.intake.preparing.check)
+            job.run(self.world.loop.preparing.check)
 
     def load_fails(self, iteration: int) -> bool:
         """Whether the load of an adapter for this step fails now. The load works when the step is run again."""

@@ -76,17 +76,19 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
     """Check I17 and C23: the loop keeps state for live requests only, and its counts of them are right."""
     loop = world.loop
     active, intake = loop.active, loop.intake
-    waiting = [admitted.request for admitted in intake._queue]
-    preparing = set() if intake.preparing is None else intake.preparing.request_ids
-    alive = {request.request_id for request in active} | {request.request_id for request in waiting} | preparing
+    waiting = [admitted.request for admitted in intake.waiting.queue]
+    preparing = [one.admitted.request for one in intake.waiting.preparing.waiting]
+    alive = {request.request_id for request in [*active, *waiting, *preparing]}
     if alive != world.history.open.keys():
         yield f"I1: alive are {sorted(alive)}, waiting for a final {sorted(world.history.open)}"
     if not alive and loop.kv.used_blocks:
         yield f"I17: nobody is alive and {loop.kv.used_blocks} blocks are held"
-    if intake._queued_ids != {request.request_id for request in waiting} | preparing:
+    if intake.waiting.ids != {request.request_id for request in [*waiting, *preparing]}:
         yield "C23: the queue and its ids differ"
-    if intake._queued_tokens != sum(request.prompt_len for request in waiting):
-        yield f"C23: {intake._queued_tokens} tokens are said to wait"
+    if len(intake) != len(waiting) + len(preparing):
+        yield f"C23: {len(intake)} requests are said to wait"
+    if intake.waiting.num_tokens != sum(request.prompt_len for request in [*waiting, *preparing]):
+        yield f"C23: {intake.waiting.num_tokens} tokens are said to wait"
     if intake._bytes_of.keys() != alive or intake._bytes_in_flight != sum(intake._bytes_of.values()):
         yield f"C23: {intake._bytes_in_flight} bytes are said to be in flight"
     if loop.adapters is not None:

@@ -484,7 +484,7 @@ class SimulatedWorld:
             self.check(not is_doomed, f"I29: request {sent.request_id} had to end with {sorted(names)}")
 
     def _judge_queue_full(self, sent: Sent) -> None:
-        swarm, queue = self.swarm, self.loop.intake._queue
+        swarm, queue = self.swarm, self.loop.intake.waiting.queue
         tokens = sum(admitted.request.prompt_len for admitted in queue)
         prompt = len(self.history.open[sent.request_id][0].handed.prompt)
         if swarm.adapters:
