@@ -121,9 +121,11 @@ class LeadingBackend:
 
     def close(self) -> None:
         """End the other ranks, then close this rank's part. Idempotent."""
-        if not self.leader.is_starting:                # else the start says why it failed
-            self.leader.close()
-        self.local.close()
+        try:
+            if not self.leader.is_starting:            # else the start says why it failed
+                self.leader.close()
+        finally:
+            self.local.close()
 
 
 def _nothing(batch: ScheduledBatch) -> tuple[Any, ...]:

@@ -387,18 +387,20 @@ class Leader(Ranks):
             return
         if reason and self.lost is None and not self.is_starting:        # no callback waits for an answer any more
             self.lost = DeviceLostError(reason, "an engine of several ranks needs all of them")
-        self._tell_the_rest(reason)
-        # An end that still has bytes to read must not be closed: the other one would lose our last frame.
-        with self._reading:
-            left = set(self._channels) - {self._lost_rank}
-            for _ in range(WAITS):
-                for other in list(self._wait(SECONDS_TO_CLOSE / WAITS, left)) if left else ():
-                    try:
-                        self._channels[other].receive()
-                    except LostError:
-                        left.discard(other)
-        for channel in self._channels.values():
-            channel.close()
+        try:
+            self._tell_the_rest(reason)
+            # An end that still has bytes to read must not be closed: the other one would lose our last frame.
+            with self._reading:
+                left = set(self._channels) - {self._lost_rank}
+                for _ in range(WAITS):
+                    for other in list(self._wait(SECONDS_TO_CLOSE / WAITS, left)) if left else ():
+                        try:
+                            self._channels[other].receive()
+                        except LostError:
+                            left.discard(other)
+        finally:                                       # an exception may be injected into the worker
+            for channel in self._channels.values():
+                channel.close()
 
 
 class Link(Ranks):
@@ -497,9 +499,11 @@ class Link(Ranks):
     def close(self, reason: str = "") -> None:
         if not self._begins_to_close():
             return
-        if self.end is None and self.lost is None:
-            self._tell_the_rest(reason or "it was closed")
-        self._channel.close()
+        try:
+            if self.end is None and self.lost is None:
+                self._tell_the_rest(reason or "it was closed")
+        finally:
+            self._channel.close()
 
 
 def in_words(ranks: Collection[int]) -> str:

@@ -328,6 +328,17 @@ def test_beats_keep_a_rank_alive_in_a_long_step_and_silence_is_counted_in_own_be
     assert raised[0] is not raised[1] and str(raised[0]) == str(raised[1])    # a raise adds to an exception's traceback
 
 
+def test_an_exception_while_rank_0_closes_leaves_nothing_open(make_ranks, monkeypatch):
+    ranks = make_ranks()
+    backend, leader = ranks.world.backend, ranks.ranks.leader
+    closed = []
+    monkeypatch.setattr(backend.local, "close", lambda: closed.append(True))
+    monkeypatch.setattr(leader, "_wait", lambda seconds, others: exec("raise SystemExit"))
+    with pytest.raises(SystemExit):
+        backend.close()
+    assert closed and all(mine.is_closed for mine, _ in ranks.ranks.transports.values())
+
+
 def test_the_other_ranks_end_when_rank_0_does():
     ranks, rank = two_ranks()
     ranks.leader.close()
