@@ -63,6 +63,8 @@ _PUBLIC = {
     "KvCacheManager": "kv.kv_cache_manager",
 
     # a backend, a clock
+    "BlockStore": "stores.interface",
+    "StoredBlock": "stores.interface",
     "ModelBackend": "seams",
     "BackendInfo": "seams",
     "MemoryUsage": "seams",
@@ -208,6 +210,8 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .stats.trace import TraceFile as TraceFile
     from .stats.trace import read_trace as read_trace
     from .stats.trace import write_trace as write_trace
+    from .stores.interface import BlockStore as BlockStore
+    from .stores.interface import StoredBlock as StoredBlock
     from .weights.json_file import Fields as Fields
     from .weights.source import Weights as Weights
 

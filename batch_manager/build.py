@@ -3,15 +3,16 @@
 Only this file and build_rank.py import every concrete class.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import Parts
+from .config import KvCacheConfig, Parts
 from .contained_log import RateLimitedLog, log
 from .custom_parts import (
     check_scheduler,
@@ -42,6 +43,8 @@ from .requests.admission import Admission
 from .responses.deliveries import Deliveries
 from .scheduling.policies import make_scheduler
 from .seams import Clock, ModelBackend
+from .stores.directory import DirectoryStore
+from .stores.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +76,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end,
                                    parts.kv_events)
-        kv_events, kv = None, params.kv_cache_config
+        kv_events, stored, kv = None, None, params.kv_cache_config
+        if plan.has_store:
+            stored = _make_stored(kv, parts, kv_cache_manager, backend, clock)
         if plan.has_kv_events:
             kv_events = EventLog(kv_cache_manager, key=kv.event_hash_key, with_tokens=kv.event_tokens,
                                  most_kept=kv.event_buffer_max_size, log=RateLimitedLog(clock.monotonic))
@@ -92,7 +97,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             callbacks=guarded,
             intake=Intake(guarded, admission_of(arguments, parts, plan, kv_cache_manager, guard),
                           QueueBounds.of(params), clock, params.max_admissions_per_iteration,
-                          arguments.terminate_req_id, WaitingRequests(preparing)),
+                          arguments.terminate_req_id, WaitingRequests(preparing, stored)),
             scheduler=chosen_scheduler(parts.scheduler, limits, kv_cache_manager,
                                        make_scheduler(limits, kv_cache_manager, peft_cache_manager,
                                                       is_static=arguments.is_static), peft_cache_manager),
@@ -115,6 +120,18 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
              limits.num_blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len,
              limits.max_num_tokens)
     return loop
+
+
+def _make_stored(kv: KvCacheConfig, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,
+                 clock: Clock) -> StoredBlocks:
+    store, cache = parts.block_store, kv_cache_manager.cache
+    if store is None:
+        assert kv.disk_cache_path is not None
+        store = DirectoryStore(os.fspath(kv.disk_cache_path), kv.disk_cache_size or 0,
+                               read_only=kv.disk_cache_read_only)
+    assert cache is not None                           # `plan_engine` has a store with block reuse only
+    return StoredBlocks(store, cache, fingerprint=backend.fingerprint, host_block=backend.host_block,
+                        min_tokens=kv.disk_min_tokens, num_threads=kv.disk_io_threads, monotonic=clock.monotonic)
 
 
 def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:

@@ -7,7 +7,7 @@ chooses the value.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 from .adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
@@ -48,6 +48,12 @@ class KvCacheConfig:
                                with Triton's kernels refuses 8, and blocks too large for its shared memory, such as 256
                                tokens of float32 in heads of 256 entries
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
+    disk_cache_path            directory that keeps reusable blocks for later runs of the engine, and for other engines;
+                               made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks
+    disk_cache_size            largest number of bytes of all files in the directory; needed unless it is only read
+    disk_cache_read_only       use what is in the directory, and change nothing
+    disk_io_threads            threads that read and write it
+    disk_min_tokens            fewer tokens of a prompt are computed, not loaded
     event_buffer_max_size      events of the cache to keep for `GptManager.take_kv_events`; 0: none
     event_hash_key             1 to 64 bytes: engines with equal keys give equal blocks equal hashes in their events;
                                None: a random key of this engine
@@ -62,6 +68,11 @@ class KvCacheConfig:
     tokens_per_block: int = 64
     host_cache_size: int = 0
     enable_partial_reuse: bool = True
+    disk_cache_path: str | PathLike[str] | None = None
+    disk_cache_size: int | None = None
+    disk_cache_read_only: bool = False
+    disk_io_threads: int = 2
+    disk_min_tokens: int = 256
     event_buffer_max_size: int = 0
     event_hash_key: bytes | None = field(default=None, repr=False)
     event_tokens: bool = False
@@ -72,6 +83,11 @@ class KvCacheConfig:
         put_count(self, "sink_token_length", minimum=0, maximum=MAX_POSITION, owner="KvCacheConfig.")
         put_count(self, "host_cache_size", minimum=0, owner="KvCacheConfig.")
         put_count(self, "event_buffer_max_size", minimum=0, owner="KvCacheConfig.")
+        put_count(self, "disk_cache_size", optional=True, owner="KvCacheConfig.")
+        put_count(self, "disk_io_threads", maximum=MAX_THREADS, owner="KvCacheConfig.")
+        put_count(self, "disk_min_tokens", owner="KvCacheConfig.")
+        check_flag("KvCacheConfig.disk_cache_read_only", self.disk_cache_read_only)
+        self._check_disk()
         check_flag("KvCacheConfig.event_tokens", self.event_tokens)
         key = self.event_hash_key
         if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= 64):
@@ -99,6 +115,25 @@ class KvCacheConfig:
         if self.event_buffer_max_size and not self.enable_block_reuse:
             raise ConfigError(f"event_buffer_max_size is {self.event_buffer_max_size:,} but enable_block_reuse is not "
                               "set", "events are about reusable blocks", "set both or neither")
+
+    def _check_disk(self) -> None:
+        path = self.disk_cache_path
+        if path is None:
+            if self.disk_cache_size is not None:
+                raise ConfigError(f"disk_cache_size is {self.disk_cache_size:,} but disk_cache_path is not set",
+                                  "it is the size of that directory", "set both or neither")
+            return
+        if not isinstance(path, str | PathLike) or not isinstance(fspath(path), str) or not fspath(path):
+            raise ConfigError(f"KvCacheConfig.disk_cache_path is {path!r:.200}",
+                              "expected the path of a directory, or None", "pass a str or a pathlib.Path")
+        object.__setattr__(self, "disk_cache_path", fspath(path))
+        if self.disk_cache_size is None and not self.disk_cache_read_only:
+            raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but disk_cache_size is not set",
+                              "expected the largest number of bytes of its files",
+                              "set disk_cache_size, or disk_cache_read_only")
+        if not self.enable_block_reuse:
+            raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but enable_block_reuse is not set",
+                              "the directory keeps reusable blocks", "set both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,6 +526,9 @@ class Parts:
     at_end      (health) -> None, called on the worker thread once, after the last response and before `shutdown`
                 returns, however the worker ends. `health` is the result of `GptManager.health`, with the state
                 "STOPPED", or "FAILED" if the process of an AsyncEngine died. Exceptions are logged and dropped
+    block_store a stores.BlockStore, which keeps reusable blocks for later runs and other engines, in place of
+                KvCacheConfig.disk_cache_path. Needs enable_block_reuse and host_cache_size. Called on threads of the
+                engine; its exceptions are logged and counted, and what it lacks is computed
     kv_events   (events: list[KvEvent]) -> None, called on the worker thread after an iteration that changed what the
                 prefix cache can find. Needs enable_block_reuse. Exceptions are logged and dropped
     logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
@@ -509,6 +547,7 @@ class Parts:
     after_responses: Callable[[], None] | None = None
     at_end: Callable[[dict[str, Any]], None] | None = None
     kv_events: Callable[[list[KvEvent]], None] | None = None
+    block_store: Any = None
     logits_post_processor_batched: Callable[..., None] | None = None
     stages: Sequence[Any] | Callable[..., Sequence[Any]] | None = None
 
@@ -527,6 +566,13 @@ class Parts:
                                   f"expected a callable with {f'the arguments ({takes})' if takes else 'no arguments'}"
                                   ", or None",
                                   "pass a function, or leave it None")
+        if self.block_store is not None:
+            missing = [name for name in ("count", "load", "save", "figures", "close")
+                       if not callable(getattr(self.block_store, name, None))]
+            if missing or isinstance(self.block_store, type):
+                raise ConfigError(f"Parts.block_store is of type {type(self.block_store).__name__}",
+                                  "expected an object with the methods count, load, save, figures and close of "
+                                  "batch_manager.BlockStore, or None", "give it all methods, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is of type {type(self.clock).__name__}",

@@ -144,6 +144,8 @@ class GptManager:
         control.listen_to(loop.ranks)
         if loop.preparing is not None:
             loop.preparing.wake = control.wake.set
+        if loop.stored is not None:
+            loop.stored.wake = control.wake.set
         self._info = EngineInfo.of(loop.limits, loop.backend.info)
         control.not_compiled, control.not_captured = self._info.not_compiled, self._info.not_captured
         control.absent = dict(self._info.absent)

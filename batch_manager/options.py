@@ -45,6 +45,7 @@ class Plan:
     host_blocks            blocks in host memory for the content of evicted blocks
     adapters               None: requests have no adapters
     has_kv_events          whether to make events of the prefix cache
+    has_store              whether blocks go to a store, and come from it
     """
 
     limits: Limits
@@ -54,6 +55,7 @@ class Plan:
     host_blocks: int
     adapters: AdapterPlan | None = None
     has_kv_events: bool = False
+    has_store: bool = False
 
 
 def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
@@ -129,14 +131,34 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
                           "host_cache_size out")
+    has_store = _has_store(kv, parts, backend)
     adapters = None
     if params.peft_cache_config is not None:
         adapters = _plan_adapters(params.peft_cache_config, info, type(backend).__name__)
         limits = replace(limits, max_adapter_size=adapters.max_adapter_size)
     return Plan(limits=limits, window=window, enable_block_reuse=kv.enable_block_reuse,
                 enable_partial_reuse=kv.enable_partial_reuse,
-                host_blocks=info.host_blocks if kv.host_cache_size else 0, adapters=adapters,
+                host_blocks=info.host_blocks if kv.host_cache_size or has_store else 0, adapters=adapters,
+                has_store=has_store,
                 has_kv_events=kv.enable_block_reuse and (parts.kv_events is not None or kv.event_buffer_max_size > 0))
+
+
+def _has_store(kv: KvCacheConfig, parts: Parts, backend: ModelBackend) -> bool:
+    """Raises ConfigError if there is a store and the engine has no host blocks for its traffic."""
+    if parts.block_store is None and kv.disk_cache_path is None or not kv.enable_block_reuse:
+        return False
+    if parts.block_store is not None and kv.disk_cache_path is not None:
+        raise ConfigError("Parts.block_store and disk_cache_path are both set", "an engine has one store",
+                          "leave one of them out")
+    what = "Parts.block_store" if kv.disk_cache_path is None else "disk_cache_path"
+    missing = [name for name in ("host_block", "fingerprint") if not callable(getattr(backend, name, None))]
+    if missing:
+        raise ConfigError(f"{what} is set", f"the backend of type {type_name(backend)} lacks {' and '.join(missing)}",
+                          f"see batch_manager.ModelBackend, or leave {what} out")
+    if not backend.info.host_blocks:
+        raise ConfigError(f"{what} is set", "the backend has no blocks in host memory",
+                          "set KvCacheConfig.host_cache_size")
+    return True
 
 
 def _plan_adapters(config: PeftCacheConfig, info: BackendInfo, name: str) -> AdapterPlan:
@@ -243,6 +265,10 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
     packed, whole = "their steps have the form packed alone", "only model classes of this package are divided"
     for fact, is_so, reason, way_out in (
             ("TrtGptModelType.V1 is set", arguments.is_static, packed, "use InflightFusedBatching"),
+            ("disk_cache_path is set", params.kv_cache_config.disk_cache_path is not None,
+             "each rank has a part of every block", "leave disk_cache_path out"),
+            ("Parts.block_store is set", parts.block_store is not None, "each rank has a part of every block",
+             "leave Parts.block_store out"),
             ("cpu_compile is True", params.cpu_compile, packed, "leave cpu_compile out"),
             ("cuda_graphs is True", params.cuda_graphs, packed, "leave cuda_graphs out"),
             ("model_implementation is 'transformers'", params.model_implementation == "transformers", whole,
@@ -345,4 +371,5 @@ def _without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
     if not kv.enable_block_reuse:
         return kv
     log.warning("KvCacheConfig.enable_block_reuse is switched off: %s", reason)
-    return replace(kv, enable_block_reuse=False, host_cache_size=0)
+    return replace(kv, enable_block_reuse=False, host_cache_size=0, event_buffer_max_size=0, disk_cache_path=None,
+                   disk_cache_size=None)

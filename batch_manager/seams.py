@@ -131,6 +131,12 @@ class ModelBackend(Protocol):
         """Free memory and handles. Idempotent."""
         ...
 
+    # Optional, both for a store of blocks: the memory of a host block, which other threads read and write, and at most
+    # 64 bytes that name everything that the content of a block depends on besides its tokens, adapter and cache_salt.
+    # `fingerprint` is called once, on another thread. Such a backend also gets batches without sequences, which only
+    # have operations:
+    #     def host_block(self, host_id: int) -> memoryview
+    #     def fingerprint(self) -> bytes
     # Optional. The loop adds the returned numbers to the statistics of each iteration, under the returned names:
     #     def figures(self) -> Mapping[str, int]
     # Optional. An idle engine calls it a few hundred times a second. It raises DeviceLostError if no step can run:

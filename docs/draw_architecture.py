@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "batch_manager"
 PICTURE = Path(__file__).with_name("architecture.svg")
 
-HOST = ("requests", "kv", "scheduling", "responses", "stats", "steps", "loop")
+HOST = ("requests", "kv", "scheduling", "responses", "stats", "steps", "stores", "loop")
 DEVICE = ("parallel", "triton_kernels", "weights", "layers", "attention", "decoding", "models", "runtime")
 FRONTS = {
     "aio": "asyncio: requests as async iterators",

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from .eviction import EvictionOrder
+from .eviction import DEFAULT_PRIORITY, EvictionOrder
 from .prefix_index import PrefixNode
 
 
 class HostPool:
-    """Host blocks, each empty or with the content of one node of the prefix index.
+    """Host blocks, each empty, with the content of one node of the prefix index, or reserved for a store's traffic.
 
     When first chunks take their blocks (`PrefixClaim`), they pin the host blocks whose content they reuse. If all
     blocks are full, new content replaces the content of an unpinned block: the oldest one of the lowest priority.
@@ -19,6 +19,7 @@ class HostPool:
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._order = EvictionOrder()
         self._nodes: dict[int, PrefixNode] = {}
+        self._reserved: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -50,6 +51,26 @@ class HostPool:
         self._order.append(host_id)
         return host_id
 
+    def reserve(self) -> int | None:
+        """Take an empty host block for other content than a node's. None: there is none."""
+        if not self._empty:
+            return None
+        host_id = self._empty.pop()
+        self._reserved.add(host_id)
+        self._order.set_priority(host_id, DEFAULT_PRIORITY)
+        return host_id
+
+    def release(self, host_id: int) -> None:
+        """Give a reserved host block back."""
+        self._reserved.remove(host_id)
+        self._empty.append(host_id)
+
+    def fill(self, host_id: int, node: PrefixNode) -> None:
+        """Assign a reserved host block, which has the content of `node`, to it."""
+        self._reserved.remove(host_id)
+        self._nodes[host_id] = node
+        self._order.append(host_id)
+
     def priority(self, host_id: int) -> int:
         return self._order.priority(host_id)
 
@@ -69,8 +90,8 @@ class HostPool:
         self._empty.append(host_id)
 
     def faults(self) -> Iterator[str]:
-        if sorted([*self._empty, *self._nodes]) != list(range(self.num_blocks)):
-            yield "a host block is neither empty nor full, or both"
+        if sorted([*self._empty, *self._nodes, *self._reserved]) != list(range(self.num_blocks)):
+            yield "a host block is not exactly one of empty, full and reserved"
         if sorted(self._order) != sorted(self._nodes):
             yield "a host block is still pinned, or ordered without content"
         for host_id, node in self._nodes.items():

@@ -1,12 +1,13 @@
 """The prefix cache: look-up, publication and eviction of computed blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import counted
 from ..handover import BlockCopy
 from ..requests.llm_request import LlmRequest
 from .block_pool import BlockPool
+from .eviction import DEFAULT_PRIORITY
 from .host_pool import HostPool
 from .prefix_index import DIGEST_BITS, BlockKey, Domain, PrefixIndex, PrefixNode
 
@@ -22,6 +23,7 @@ class PrefixCache:
     of all cached blocks that follow this block.
 
     events            the log of its events, which attaches itself; or None
+    ended             called with a request that has ended, and the nodes of its full blocks that can be found; or None
     copies            copies that the device makes before the next step, in order
     reused_blocks     number of blocks that prompts found in the cache
     evicted_blocks    number of evicted blocks whose content was lost, not moved to a host block
@@ -37,6 +39,7 @@ class PrefixCache:
         self.host = HostPool(host_blocks)
         self.copies: list[BlockCopy] = []
         self.events: EventLog | None = None
+        self.ended: Callable[[LlmRequest, Sequence[PrefixNode]], None] | None = None
         self.reused_blocks = 0
         self.evicted_blocks = 0
         self._keys: dict[int, tuple[LlmRequest, list[BlockKey]]] = {}
@@ -102,6 +105,16 @@ class PrefixCache:
         self._keys.pop(request.request_id, None)
         self._walks.pop(request.request_id, None)
 
+    def domain_of(self, request: LlmRequest) -> Domain:
+        """What a prompt must have in common with the request to share its blocks."""
+        return _domain(request)
+
+    def keys_of(self, request: LlmRequest, count: int) -> tuple[Domain, list[BlockKey]]:
+        """Return the domain of a request that has not started, and the keys of its first `count` full blocks."""
+        keys = self._keys_of(request, count)
+        del self._keys[request.request_id]                     # it may never start
+        return _domain(request), keys
+
     def _keys_of(self, request: LlmRequest, count: int) -> list[BlockKey]:
         """Return the cache key of each of the first `count` full blocks of the request's tokens."""
         owner, keys = self._keys.get(request.request_id, (None, []))
@@ -133,7 +146,7 @@ class PrefixCache:
         keys = self._keys_of(request, full)
         if self.events is not None:
             self.events.lora_task_id = request.lora_task_id
-        node = None
+        node, chain = None, []
         for index in range(full + (1 if with_rest and rest else 0)):
             if index < full:
                 key = keys[index]
@@ -148,8 +161,11 @@ class PrefixCache:
             if child is None:
                 break
             node = child
+            chain.append(node)
         if node is not None:
             self.index.drop_empty_root(node)
+        if with_rest and self.ended is not None and chain[:full]:
+            self.ended(request, chain[:full])
 
     # Eviction.
 
@@ -180,6 +196,43 @@ class PrefixCache:
         self.copies.append(BlockCopy(block_id, host_id, len(node.key.tokens), to_host=True))
         self.index.move(node, None, host_id)
         return True
+
+    # Content that comes from elsewhere, or goes there.
+
+    def reserve_host(self, count: int) -> list[int]:
+        """Reserve up to `count` host blocks. The content of unpinned ones is lost, lowest priority first, if it has at
+        most the default priority.
+        """
+        reserved: list[int] = []
+        while len(reserved) < count:
+            host_id = self.host.reserve()
+            if host_id is not None:
+                reserved.append(host_id)
+                continue
+            in_the_way = self.host.make_way(DEFAULT_PRIORITY)
+            if in_the_way is None:
+                break
+            self.evicted_blocks += self._lose(in_the_way)
+        return reserved
+
+    def take_in(self, domain: Domain, keys: Sequence[BlockKey], start: int, host_ids: Sequence[int]) -> int:
+        """Make reserved host blocks findable that have the contents of `keys` from `start` on.
+
+        Returns how many leading ones of `host_ids` were taken. The others stay reserved: another block with the content
+        can be found already, or the block that they follow cannot be found any more.
+        """
+        found = self.index.walk(domain, keys)
+        if len(found) != start or not host_ids:
+            return 0
+        node = found[-1] if found else self.index.grow_root(domain)
+        for taken, (key, host_id) in enumerate(zip(keys[start:], host_ids, strict=False)):
+            child = self.index.insert(node, key, None, host_id)
+            if child is None:
+                self.index.drop_empty_root(node)
+                return taken
+            self.host.fill(host_id, child)
+            node = child
+        return len(host_ids)
 
     def bring_back(self, node: PrefixNode) -> None:
         """Move the content of `node` from its host block to a new block of the pool.

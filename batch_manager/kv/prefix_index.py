@@ -179,14 +179,18 @@ class PrefixIndex:
             self._domains[root] = domain
         return root
 
-    def insert(self, parent: PrefixNode, key: BlockKey, block_id: int) -> PrefixNode | None:
-        """Add a node and return it.
+    def insert(self, parent: PrefixNode, key: BlockKey, block_id: int | None,
+               host_id: int | None = None) -> PrefixNode | None:
+        """Add a node, whose content is in a block or in a host block, and return it.
 
         Returns None if the digest collides with other content, or if the block is in the index already.
         """
         if key.digest in parent.children or block_id in self.nodes:
             return None
-        node = self.nodes[block_id] = PrefixNode(key, parent, block_id)
+        node = PrefixNode(key, parent, block_id)
+        node.host_id = host_id
+        if block_id is not None:
+            self.nodes[block_id] = node
         parent.attach(node)
         self.num_nodes += 1
         self.version += 1

@@ -14,6 +14,7 @@ from ..requests.admission import Admission
 from ..requests.inference_request import InferenceRequest
 from ..seams import ModelBackend, PendingStep
 from ..steps.runner import is_out_of_memory
+from ..stores.stored_blocks import StoredBlocks
 from .followed_callbacks import FollowedCallbacks
 from .preparing import Preparing
 
@@ -61,7 +62,8 @@ class Follower:
     """
 
     preparing: Preparing | None = None                 # rank 0 has the adapters
-    kv_events: EventLog | None = None                  # and the prefix cache
+    kv_events: EventLog | None = None                  # and the cache of beginnings
+    stored: StoredBlocks | None = None
 
     def __init__(self, link: LinkToRank0, backend: FollowingBackend, guard: Guard, *, limits: Any = None,
                  admission: Admission | None = None, callbacks: FollowedCallbacks | None = None,

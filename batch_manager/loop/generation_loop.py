@@ -60,6 +60,7 @@ class GenerationLoop:
     wake        always None: the worker's own
     failure     error of the failed engine, with which every request is answered; None while the engine runs
     iteration   number of the next statistics record
+    stored      the traffic with a store of blocks; None: there is no store
     kv_events   the log of what the cache can find; None without a hook or a buffer for its events
     """
 
@@ -90,12 +91,16 @@ class GenerationLoop:
         self._runner = StepRunner(backend, self._resources.device_work, limits.vocab_size, callbacks.guard)
         self.window = StepWindow(self._runner, self._resources, limits.window_depth, limits.runs_ahead)
         self.finals = scheme.finals(callbacks, self.active, intake, self._resources, deliveries, self.window)
+        self.stored = intake.waiting.stored
+        if self.stored is not None:
+            self.stored.attach(self._resources.device_work, self._runner)
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
             owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources,
-                    *(() if kv_events is None else (kv_events,))),
+                    *(() if kv_events is None else (kv_events,)),
+                    *(() if self.stored is None else (self.stored,))),
             other_settings={"enable_block_reuse": kv_cache_manager.enable_block_reuse,
                             "max_admissions_per_iteration": intake.max_admissions_per_iteration})
         self._phase_times = PhaseTimes(self, clock) if self.reporter.wants_trace else None
@@ -110,6 +115,8 @@ class GenerationLoop:
         accept_new   whether to call the get callback
         """
         room = self._room()
+        if self.stored is not None:
+            self.stored.begin()
         if accept_new:
             self.intake.ask(room)
         if self.is_empty:    # kept short: an idle worker runs this two hundred times a second
@@ -117,12 +124,16 @@ class GenerationLoop:
             if self._check_backend is not None and self.failure is None:
                 self._check_backend()
             self.callbacks.poll_stops()
-            return False
+            return self.stored is not None and self.failure is None and self._serve_store()
         record = self._fetch(room)
         try:
             plan = self._schedule(record)
+            if self.stored is not None:
+                self.stored.plan()
             batch = self._claim(plan, record)
             self._start(batch, plan, record)
+            if self.stored is not None and batch is None and not self.window:
+                self.stored.run_operations()
             finished = self._finish(batch)
             outcome = self._advance(finished, record)
         except SchedulerContractError as error:
@@ -131,6 +142,14 @@ class GenerationLoop:
         self._poll_stops()
         self.callbacks.after_responses()
         return self._report(record)
+
+    def _serve_store(self) -> bool:
+        """Save blocks while nothing else is to be done. Returns whether there was something to do."""
+        assert self.stored is not None
+        did_something = self.stored.run_operations()
+        if self.kv_events is not None:
+            self.callbacks.kv_events(self.kv_events.collect())
+        return did_something
 
     @property
     def has_room(self) -> bool:
@@ -156,6 +175,8 @@ class GenerationLoop:
 
     def is_done(self, *, draining: bool, aborting: bool) -> bool:
         """Whether the worker may end: it is aborted, or it drains and is empty. Arguments as in worker.EngineLoop."""
+        if self.stored is not None and self.failure is None and self.stored.is_saving and not aborting:
+            return False
         return aborting or ((draining or self.intake.is_terminating) and self.is_empty)
 
     def end(self, error: BatchManagerError, health: Callable[[], dict[str, Any]]) -> None:
@@ -204,6 +225,8 @@ class GenerationLoop:
         if self.kv_events is not None:
             self.callbacks.kv_events(self.kv_events.collect())
         self.intake.waiting.preparing.close()
+        if self.stored is not None:
+            self.stored.close()
 
     def _release_everything(self) -> None:
         """Release the resources of all requests before their final callbacks run.

@@ -138,14 +138,14 @@ class Intake:
         failure      refuse every item with this error; None: decide normally
         """
         unanswered, fetched, waiting = self._unanswered, self._callbacks.fetched, self.waiting
-        preparing = waiting.preparing
-        if not (waiting.queue or unanswered.undecided or fetched or preparing.waiting):
+        preparing, stored = waiting.preparing, waiting.stored
+        if not (waiting.queue or unanswered.undecided or fetched or preparing.waiting or stored):
             return []
-        if preparing.waiting:
+        if preparing.waiting or stored:
             waiting.take_prepared()
         entering = waiting.take(room)
         if room is not None:
-            room -= len(entering) + len(preparing.waiting)
+            room -= len(entering) + waiting.num_unready
         entering_ids = {admitted.request.request_id for admitted in entering}
 
         def is_alive(request_id: int) -> bool:
@@ -171,7 +171,8 @@ class Intake:
                 unanswered.refuse(Refusal(request_id, error))
                 continue
             unanswered.accept(request_id)
-            if admitted.request.lora_task_id is not None and waiting.must_prepare(admitted):
+            if (admitted.request.lora_task_id is not None and waiting.must_prepare(admitted)
+                    or stored is not None and waiting.must_load(admitted)):
                 if room is not None:
                     room -= 1
             elif room is None or room > 0:

@@ -1,26 +1,28 @@
-"""Accepted requests until they become active: in a queue, or while their adapters are prepared."""
+"""Accepted requests until they become active: in a queue, or while their adapters or blocks are prepared."""
 
 from collections import deque
 from collections.abc import Set
 
 from ..errors import RequestError
 from ..requests.admission import Admitted
+from ..stores.stored_blocks import StoredBlocks
 from .preparing import Preparing
 
 
 class WaitingRequests:
-    """The queue of accepted requests, and those that wait for their adapters before they enter it.
+    """The queue of accepted requests, and those that wait for their adapters or blocks before they enter it.
 
     queue          by priority, larger first; requests of equal priority in their order of arrival
     preparing      where requests wait for adapters
-    num_requests   number of requests in the queue and in `preparing`
+    stored         where they wait for blocks from a store; None: there is no store
+    num_requests   number of requests in the queue, in `preparing` and in `stored`
     num_tokens     number of their prompt tokens
     unprepared     (request, error) of requests whose adapter was refused; the loop ends them
-    ids            ids of the requests in the queue, in `preparing` and in `unprepared`
+    ids            ids of these requests, and of those in `unprepared`
     """
 
-    def __init__(self, preparing: Preparing) -> None:
-        self.preparing = preparing
+    def __init__(self, preparing: Preparing, stored: StoredBlocks | None = None) -> None:
+        self.preparing, self.stored = preparing, stored
         self.queue: deque[Admitted] = deque()
         self.ids: set[int] = set()
         self.num_requests = self.num_tokens = 0
@@ -40,10 +42,25 @@ class WaitingRequests:
         self.preparing.store.use(admitted.request)
         return False
 
+    def must_load(self, admitted: Admitted) -> bool:
+        """Whether an accepted request has to wait for blocks from the store."""
+        if self.stored is None or not self.stored.add(admitted):
+            return False
+        self._count(admitted)
+        return True
+
+    @property
+    def num_unready(self) -> int:
+        """Number of requests that wait for their adapters or blocks."""
+        return len(self.preparing.waiting) + (0 if self.stored is None else len(self.stored))
+
     def take_prepared(self) -> None:
-        """Queue the requests whose adapters are found, and note those whose adapters are refused."""
+        """Queue the requests that have their adapters and blocks, and note those whose adapters are refused."""
         ready, refused = self.preparing.take_ready()
         for admitted in ready:
+            if self.stored is None or not self.stored.add(admitted):
+                self._insert(admitted)
+        for admitted in () if self.stored is None else self.stored.take_ready():
             self._insert(admitted)
         for admitted, _ in refused:
             self._uncount(admitted)
@@ -72,6 +89,8 @@ class WaitingRequests:
         taken = [admitted for admitted in self.queue if admitted.request.request_id in wanted]
         self.queue = deque([admitted for admitted in self.queue if admitted.request.request_id not in wanted])
         taken += self.preparing.withdraw(wanted)
+        if self.stored is not None:
+            taken += self.stored.withdraw(wanted)
         for admitted in taken:
             self._uncount(admitted)
         return taken
@@ -83,6 +102,8 @@ class WaitingRequests:
         self.num_requests = self.num_tokens = 0
         self.unprepared.clear()
         self.preparing.clear()
+        if self.stored is not None:
+            self.stored.clear()
 
     def _count(self, admitted: Admitted) -> None:
         self.ids.add(admitted.request.request_id)

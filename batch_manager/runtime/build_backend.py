@@ -27,6 +27,7 @@ from . import packing
 from .adapters.pool import LoraPool
 from .adapters.port import LoraPort
 from .block_tables import BlockTables
+from .cache_fingerprint import cache_fingerprint
 from .device.devices import device_name, num_multiprocessors, resolve_device
 from .device.memory import free_memory, release_memory
 from .device.running import (
@@ -58,6 +59,8 @@ from .packing import Divide
 from .parts import DeviceParts
 from .ranks.part import RankPart
 from .thread_count import has_openmp, require_openmp, step_threads
+
+HOST_BLOCKS_OF_A_STORE = 64      # without host_cache_size
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
@@ -121,8 +124,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     with_windows = dataclasses.replace(spec, attention=tuple(
         dataclasses.replace(layer, window=windows[number]) for layer, number in zip(spec.attention, layers)))
     # Sink tokens exclude block reuse, so there is nothing to evict to the host.
-    host_blocks = plan_host_blocks(0 if sink else kv.host_cache_size,
-                                   block_bytes=block_bytes(spec, kv.tokens_per_block, loaded.dtype),
+    one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
+    host_bytes = kv.host_cache_size or (0 if kv.disk_cache_path is None else HOST_BLOCKS_OF_A_STORE * one_block)
+    host_blocks = plan_host_blocks(0 if sink else host_bytes, block_bytes=one_block,
                                    free_bytes=free_memory(torch.device("cpu")))
     if part is not None:                                  # each sees the memory that all weights of a machine leave
         part.agree("weights", None)
@@ -180,7 +184,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
             forms = make_forms(asked, absent, parts, loaded, with_windows, graph_sizes=graph_sizes, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages)
-        return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held)
+        return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held,
+                             partial(cache_fingerprint, model_path, params, loaded, windows, num_threads))
     except Exception as error:
         finish_stream(stream)                             # freed memory may be reused at once
         if parts is not None:

@@ -105,6 +105,17 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Accepted Draft Tokens", "tokens", "of those, the ones that the model generated"))),
     Statistic("KV Events", "events", START, "of the prefix cache", always=False),
     Statistic("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events", always=False),
+    # With a store of blocks; the last three with disk_cache_path:
+    *(Statistic(name, unit, time, meaning, always=False) for name, unit, time, meaning in (
+        ("Store Loads", "loads", START, "of blocks from the store to host blocks"),
+        ("Store Loaded Blocks", "blocks", START, "that could be found then"),
+        ("Store Failed Loads", "loads", START, "of those, the ones that brought fewer blocks than the store had"),
+        ("Store Saved Blocks", "blocks", START, "handed to the store, which may have left some out"),
+        ("Store Skipped Saves", "blocks", START, "evicted or failed before they were saved, or without room"),
+        ("Requests Loading", "requests", NOW, "accepted, waiting for their blocks from the store"),
+        ("Disk Cache Bytes", "bytes", NOW, "of all files in the directory, also of other models"),
+        ("Disk Cache Blocks", "blocks", NOW, "likewise"),
+        ("Disk Damaged Files", "files", START, "that were not what they should be, and count as missing"))),
     Statistic("World Size", "ranks", NOW, "that run the model together; absent for one process", always=False),
     Statistic("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer", always=False),
     Statistic("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided", always=False),

@@ -29,6 +29,16 @@ class DeviceWork:
         self._operations: list[DeviceOperation] = []
         self._first_operation = 0
 
+    @property
+    def num_done(self) -> int:
+        """Number of operations that the device has certainly carried out, in its life."""
+        return self._first_operation
+
+    @property
+    def num_added(self) -> int:
+        """Number of operations that the device was asked to carry out, in its life."""
+        return self._first_operation + len(self._operations)
+
     def add(self, operations: Iterable[DeviceOperation]) -> None:
         """Append operations, which the device runs before the next step.
 

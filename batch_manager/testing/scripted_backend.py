@@ -185,6 +185,8 @@ class ScriptedBackend:
         for operation in batch.new_operations(self._num_operations):
             self._carry_out(operation)
             self._num_operations += 1
+        if not batch.num_sequences:
+            return StepOutput.merge([], batch.micro_batch_id)
         self._set_up(batch)
         step.layout = layout = self._lay_out(batch)
         if self.verify:
@@ -250,6 +252,14 @@ class ScriptedBackend:
         """Mark a block's tokens from index `first_token` on as finite. The stored tokens stay."""
         self._poisoned[block_id, first_token:] = False
         self._any_poisoned = bool(self._poisoned.any())
+
+    def host_block(self, host_id: int) -> memoryview:
+        """The tokens of a host block, as bytes."""
+        size = self.info.tokens_per_block
+        return memoryview(self._host_pool[host_id * size:(host_id + 1) * size].view(np.uint8))
+
+    def fingerprint(self) -> bytes:
+        return f"scripted {self.key} {self.window} {self.sink}".encode()
 
     def memory_usage(self) -> MemoryUsage:
         return MemoryUsage(cpu=self._pool.nbytes + self._tables.rows.nbytes + self._state.nbytes)

@@ -46,11 +46,18 @@ KV_OPTIONS = {
     "tokens_per_block": ((8, 16, 32, 64, 128, 256), (0, 1, 4, 7, 9, 63, 65, 255, 257, 512, -8, 64.0, "64", True, None)),
     "host_cache_size": COUNT_FROM_0,
     "enable_partial_reuse": FLAG,
+    "disk_cache_path": (("folder",), ("", b"folder", 5, True, ["folder"])),
+    "disk_cache_size": (COUNT[0], COUNT_OR_NONE[1]),
+    "disk_cache_read_only": FLAG,
+    "disk_io_threads": ((1, 2, MAX_THREADS), (0, -1, None, MAX_THREADS + 1, *NO_COUNT)),
+    "disk_min_tokens": COUNT,
     "event_buffer_max_size": COUNT_FROM_0,
     "event_hash_key": ((None, b"k", bytes(64)), ()),    # its errors do not show it: test_kv_events.py
     "event_tokens": FLAG,
 }
 KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8},
+                 "disk_cache_path": {"enable_block_reuse": True, "disk_cache_size": 1},
+                 "disk_cache_size": {"enable_block_reuse": True, "disk_cache_path": "folder"},
                  **dict.fromkeys(("host_cache_size", "event_buffer_max_size"), {"enable_block_reuse": True})}
 
 SIZE = ((1, 2, MAX_RANKS), (0, -1, None, MAX_RANKS + 1, *NO_COUNT))
@@ -123,6 +130,7 @@ PART_OPTIONS = {
     "after_responses": ((None, print), (5, "hook")),
     "at_end": ((None, print), (5, "hook")),
     "kv_events": ((None, print), (5, "hook")),
+    "block_store": ((None,), (5, "folder", object())),
     "logits_post_processor_batched": ((None, print), (5, "batched")),
     "stages": ((None, [], (), lambda num_slots, device: []), (5, "stages", {}, object())),
 }

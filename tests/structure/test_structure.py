@@ -19,7 +19,7 @@ PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
 
 GROUND = ["adapter_values", "contained_log", "forked_child", "guard", "errors", "names", "option_values",
           "sampling_config", "config", "handover", "seams", "kv_events"]
-HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "loop"]
+HOST = ["requests", "kv", "scheduling", "stats", "responses", "steps", "stores", "loop"]
 DEVICE = ["parallel", "weights", "layers", "attention", "models", "decoding", "runtime"]
 
 # A folder, or a file at the top of the package -> what it may import from the package, besides its own folder.
@@ -47,7 +47,8 @@ FLOORS: dict[str, list[str]] = {
     "stats": GROUND,
     "responses": [*GROUND, "requests"],
     "steps": [*GROUND, "requests", "kv", "scheduling"],
-    "loop": [*GROUND, "thread_stack", "requests", "kv", "scheduling", "stats", "responses", "steps"],
+    "stores": [*GROUND, "one_shot_event", "thread_stack", "requests", "kv", "steps"],
+    "loop": [*GROUND, "thread_stack", "requests", "kv", "scheduling", "stats", "responses", "steps", "stores"],
 
     "triton_kernels": [],
     "parallel": [*GROUND, "one_shot_event", "thread_stack"],
@@ -502,6 +503,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.add("batch_manager/extras/async_llm.py")        # coroutines, for the host's event loop
     may.add("batch_manager/extras/llm.py")              # has a lock for threads that read one text; starts none
     may.add("batch_manager/loop/preparing.py")          # checks adapters of requests beside the worker
+    may.add("batch_manager/stores/threads.py")          # reads and writes blocks beside the worker
+    may.add("batch_manager/stores/directory.py")        # has a lock for these threads; starts none
     may.add("batch_manager/extras/kv_events.py")        # publishes beside the worker
     may.add("batch_manager/kv/event_log.py")            # has a lock for threads that take events; starts none
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none

@@ -1,0 +1,29 @@
+"""What the content of a KV cache block depends on besides its tokens, adapter and cache_salt."""
+
+import os
+import platform
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+
+from ..config import TrtGptModelOptionalParams
+from ..models.loading import LoadedModel
+from ..weights.digest import content_digest
+
+VERSION = 1                      # of the layout of a block
+
+
+def cache_fingerprint(model_path: str | os.PathLike[str], params: TrtGptModelOptionalParams, loaded: LoadedModel,
+                      windows: Sequence[int | None], num_threads: int | None) -> bytes:
+    """Return a digest of the weights and of the options that change a block. Reads the checkpoint, so it takes seconds.
+
+    With `deterministic`, also of machine, build of torch and threads, on which the bits depend. Raises OSError.
+    """
+    kv = params.kv_cache_config
+    facts = [VERSION, content_digest(model_path, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
+             params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
+    if params.deterministic:
+        facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
+                  torch.backends.cpu.get_cpu_capability()]
+    return blake2b(repr(facts).encode(), digest_size=32).digest()

@@ -1,0 +1,397 @@
+"""Moves blocks between the prefix cache and a store, through host blocks.
+
+Load: an accepted request whose prompt goes on in the store waits here until its blocks are in host blocks and can be
+found. Then it runs as any other, and its claim brings them into the pool. Save: when a request ends, its full blocks
+that the store lacks are copied to host blocks before the next step, and written by another thread once that step was
+read. A host block goes to a thread only when the device has carried out everything that was asked of it before.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+
+from ..contained_log import RateLimitedLog, log
+from ..errors import counted, type_name
+from ..handover import BlockCopy, ScheduledBatch
+from ..kv.prefix_cache import PrefixCache
+from ..kv.prefix_index import BlockKey, Domain, PrefixNode
+from ..kv_events import block_hash, root_hash
+from ..one_shot_event import OneShotEvent
+from ..requests.admission import Admitted
+from ..requests.llm_request import LlmRequest
+from ..steps.device_work import DeviceWork
+from ..steps.runner import StepRunner
+from .interface import KEY_BYTES, BlockStore, StoredBlock
+from .threads import StoreThreads
+
+SAVES_AT_ONCE = 8                # host blocks that loads leave to saves
+MOST_WAITING_SAVES = 4096        # blocks; further ones are left out
+MOST_FAILURES, REST_S = 10, 60.0
+SECONDS_BETWEEN_REFRESHES = 5.0
+SECONDS_TO_OPEN = 1.0            # a large checkpoint takes longer the first time; the store is used from then on
+SECONDS_TO_LOAD = 2.0            # after these a request computes its prompt
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """Blocks on their way to host blocks. `num_right` is None until the thread has ended."""
+
+    domain: Domain
+    keys: list[BlockKey]         # of the whole beginning of the prompt
+    start: int                   # how many of them were cached already
+    blocks: list[StoredBlock]
+    host_ids: list[int]
+    ticket: int
+    num_right: int | None = None
+    error: Exception | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Save:
+    block: StoredBlock
+    host_id: int
+    ticket: int
+    error: Exception | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    admitted: Admitted
+    load: _Load
+    until: float
+
+
+class StoredBlocks:
+    """The traffic between a prefix cache and a store. The worker calls all methods.
+
+    fingerprint   returns a digest, of at most 64 bytes, of everything that the content of a block depends on besides
+                  its tokens, adapter and cache_salt. Called once, on a thread; until then the store is not used
+    host_block    id of a host block -> its memory
+    min_tokens    fewer tokens are computed, not loaded
+    monotonic     clock in seconds
+    wake          called by a thread when a load has ended
+    """
+
+    def __init__(self, store: BlockStore, cache: PrefixCache, *, fingerprint: Callable[[], bytes],
+                 host_block: Callable[[int], memoryview], min_tokens: int, num_threads: int,
+                 monotonic: Callable[[], float], threads: StoreThreads | None = None) -> None:
+        self._store, self._cache, self._host_block = store, cache, host_block
+        self._min_tokens, self._monotonic = min_tokens, monotonic
+        self._threads = StoreThreads(num_threads) if threads is None else threads
+        self._make_fingerprint, self._fingerprint = fingerprint, b""
+        self._has_begun, self._opened, self._is_closed = False, OneShotEvent(), False
+        self.wake: Callable[[], None] = lambda: None
+        self._device_work = DeviceWork()                     # until `attach`
+        self._runner: StepRunner | None = None
+        self._waiting: list[_Waiting] = []
+        self._loads: dict[bytes, _Load] = {}                 # key of the first block -> load, until it has ended
+        self._to_save: deque[tuple[StoredBlock, PrefixNode]] = deque()
+        self._saving: set[bytes] = set()
+        self._not_submitted: deque[_Load | _Save] = deque()  # until the device has done what was asked before
+        self._num_reserved_for_loads, self._num_saves = 0, 0
+        self._ended: deque[_Load | _Save] = deque()          # the threads append
+        self._failures_in_a_row, self._rests_until = 0, float("-inf")
+        self._refreshed_at = float("-inf")
+        self._log = RateLimitedLog(monotonic)
+        self._figures = dict.fromkeys(("Store Loads", "Store Loaded Blocks", "Store Failed Loads", "Store Saved Blocks",
+                                       "Store Skipped Saves"), 0)
+        cache.ended = self._offer
+
+    def attach(self, device_work: DeviceWork, runner: StepRunner) -> None:
+        """Set the device work of the steps, and what runs them. Call it before all other methods."""
+        self._device_work, self._runner = device_work, runner
+
+    def begin(self) -> None:
+        """Start the threads and find the fingerprint. Waits a moment for it, so that the first request finds the store.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self._threads.submit(self._open)
+            self._opened.wait(SECONDS_TO_OPEN)
+
+    def figures(self) -> dict[str, int]:
+        """Return the statistics of the traffic and of the store."""
+        figures = {**self._figures, "Requests Loading": len(self._waiting)}
+        try:
+            figures |= {str(name): int(value) for name, value in self._store.figures().items()}
+        except Exception as error:
+            self._note_failure("figures", error)
+        return figures
+
+    def _open(self) -> None:
+        try:
+            self._fingerprint = self._make_fingerprint()
+        except Exception as error:
+            log.error("the store is not used, because the fingerprint of the model raised %s: %s", type_name(error),
+                      error)
+        finally:
+            self._opened.set()
+
+    @property
+    def _is_ready(self) -> bool:
+        return bool(self._fingerprint) and self._monotonic() >= self._rests_until
+
+    # Requests that wait.
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt tokens of the requests that wait here."""
+        return sum(waiting.admitted.request.prompt_len for waiting in self._waiting)
+
+    @property
+    def request_ids(self) -> set[int]:
+        return {waiting.admitted.request.request_id for waiting in self._waiting}
+
+    def add(self, admitted: Admitted) -> bool:
+        """Let a request wait for its blocks, if the store has enough of them. Returns whether it waits."""
+        cache, request = self._cache, admitted.request
+        num_blocks = (request.prompt_len - 1) // cache.tokens_per_block    # the last token is always computed
+        if num_blocks * cache.tokens_per_block < self._min_tokens or not self._is_ready or not _may_be_stored(request):
+            return False
+        self._refresh()
+        domain, keys = cache.keys_of(request, num_blocks)
+        known = cache.index.walk(domain, keys)
+        blocks = self._named(domain, keys)[len(known):]
+        if len(blocks) * cache.tokens_per_block < self._min_tokens:
+            return False
+        load = self._loads.get(blocks[0].key) or self._start_load(domain, keys, known, blocks)
+        if load is not None:
+            self._waiting.append(_Waiting(admitted, load, self._monotonic() + SECONDS_TO_LOAD))
+        return load is not None
+
+    def _refresh(self) -> None:
+        refresh, now = getattr(self._store, "refresh", None), self._monotonic()
+        if refresh is not None and now - self._refreshed_at >= SECONDS_BETWEEN_REFRESHES:
+            self._refreshed_at = now
+            self._threads.submit(partial(self._run_refresh, refresh))
+
+    def _run_refresh(self, refresh: Callable[[], None]) -> None:
+        try:
+            refresh()
+        except Exception as error:
+            self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
+
+    def _start_load(self, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
+                    blocks: list[StoredBlock]) -> _Load | None:
+        unit, host = self._cache.tokens_per_block, self._cache.host
+        room = max(host.num_blocks - SAVES_AT_ONCE, host.num_blocks // 2) - self._num_reserved_for_loads
+        try:
+            found = min(self._store.count(blocks), len(blocks), room)
+        except Exception as error:
+            self._note_failure("count", error)
+            return None
+        if found * unit < self._min_tokens:
+            return None
+        in_host = [node.host_id for node in known if node.host_id is not None]
+        for host_id in in_host:
+            host.pin(host_id)
+        host_ids = self._cache.reserve_host(found)
+        for host_id in in_host:
+            host.unpin(host_id)
+        if len(host_ids) * unit < self._min_tokens:
+            for host_id in host_ids:
+                host.release(host_id)
+            return None
+        load = _Load(domain, keys, len(known), blocks[:len(host_ids)], host_ids, self._device_work.num_added)
+        self._loads[blocks[0].key] = load
+        self._num_reserved_for_loads += len(host_ids)
+        self._not_submitted.append(load)
+        self._submit_what_is_due()
+        return load
+
+    def take_ready(self) -> list[Admitted]:
+        """Return the requests whose load has ended or lasts too long, in order of arrival."""
+        self.collect()
+        now, ready, left = self._monotonic(), [], []
+        for waiting in self._waiting:
+            if waiting.load.num_right is None and now < waiting.until:
+                left.append(waiting)
+            else:
+                ready.append(waiting.admitted)
+        self._waiting = left
+        return ready
+
+    def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
+        """Remove the requests with these ids and return them."""
+        taken = [waiting.admitted for waiting in self._waiting if waiting.admitted.request.request_id in request_ids]
+        self._waiting = [waiting for waiting in self._waiting
+                         if waiting.admitted.request.request_id not in request_ids]
+        return taken
+
+    def clear(self) -> None:
+        """Forget all requests, and what waits to be saved."""
+        self._waiting.clear()
+        self._drop_saves()
+
+    # Saves.
+
+    def _offer(self, request: LlmRequest, nodes: Sequence[PrefixNode]) -> None:
+        """Note the full blocks of a request that has ended, to be saved if the store lacks them."""
+        if not self._is_ready or not _may_be_stored(request):
+            self._figures["Store Skipped Saves"] += len(nodes)
+            return
+        blocks = self._named(self._cache.domain_of(request), [node.key for node in nodes])
+        try:
+            known = self._store.count(blocks)
+        except Exception as error:
+            self._note_failure("count", error)
+            return
+        for block, node in list(zip(blocks, nodes, strict=True))[known:]:
+            if len(self._to_save) >= MOST_WAITING_SAVES:
+                self._figures["Store Skipped Saves"] += 1
+            elif block.key not in self._saving:
+                self._saving.add(block.key)
+                self._to_save.append((block, node))
+
+    def plan(self) -> None:
+        """Ask the device to copy blocks that wait to be saved. Call it before the claim of a step."""
+        while self._to_save and self._num_saves < SAVES_AT_ONCE:
+            block, node = self._to_save.popleft()
+            in_host = node.host_id
+            source = node.block_id if in_host is None else in_host
+            if in_host is not None:
+                self._cache.host.pin(in_host)
+            reserved = self._cache.reserve_host(1)
+            if in_host is not None:
+                self._cache.host.unpin(in_host)
+            host_id = reserved[0] if reserved else None
+            if source is None or host_id is None:          # evicted meanwhile, or no room
+                if host_id is not None:
+                    self._cache.host.release(host_id)
+                self._saving.discard(block.key)
+                self._figures["Store Skipped Saves"] += 1
+                continue
+            self._device_work.add([BlockCopy(source, host_id, len(block.token_ids),
+                                             from_host=in_host is not None, to_host=True)])
+            self._num_saves += 1
+            self._not_submitted.append(_Save(block, host_id, self._device_work.num_added))
+
+    def _drop_saves(self) -> None:
+        """Forget what no thread has yet."""
+        copied = [each for each in self._not_submitted if isinstance(each, _Save)]
+        for save in copied:
+            self._not_submitted.remove(save)
+            self._cache.host.release(save.host_id)
+        self._num_saves -= len(copied)
+        dropped = [*(save.block.key for save in copied), *(block.key for block, _ in self._to_save)]
+        self._to_save.clear()
+        self._saving.difference_update(dropped)
+        self._figures["Store Skipped Saves"] += len(dropped)
+
+    # Both.
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether blocks wait to be saved."""
+        return bool(self._to_save or self._num_saves)
+
+    def collect(self) -> None:
+        """Hand over what the device has copied, and take back what the threads have done."""
+        self._submit_what_is_due()
+        while self._ended:
+            ended = self._ended.popleft()
+            if isinstance(ended, _Load):
+                self._take_in(ended)
+            else:
+                self._num_saves -= 1
+                self._saving.discard(ended.block.key)
+                self._cache.host.release(ended.host_id)
+                if ended.error is None:
+                    self._failures_in_a_row = 0
+                    self._figures["Store Saved Blocks"] += 1
+                else:
+                    self._figures["Store Skipped Saves"] += 1
+                    self._note_failure("save", ended.error)
+
+    def run_operations(self) -> bool:
+        """Have an idle device carry out what it was asked, without a step. Returns whether there was anything to do.
+
+        Raises DeviceLostError. Call it with no step in flight.
+        """
+        self.plan()
+        self.collect()
+        if not self._not_submitted or self._runner is None:
+            return False
+        if self._device_work.has_pending:
+            step = self._runner.start(ScheduledBatch(0))
+            if self._runner.read(step) is None:            # it is repeated with the next step
+                self._drop_saves()
+                return False
+        self._submit_what_is_due()
+        return True
+
+    def close(self) -> None:
+        """End the threads and the store. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._threads.close()
+            try:
+                self._store.close()
+            except Exception as error:
+                self._note_failure("close", error)
+
+    def _submit_what_is_due(self) -> None:
+        while self._not_submitted and self._not_submitted[0].ticket <= self._device_work.num_done:
+            due = self._not_submitted.popleft()
+            self._threads.submit(partial(self._run, due))
+
+    def _run(self, due: _Load | _Save) -> None:
+        """On a thread: load or save."""
+        num_right = 0
+        try:
+            if isinstance(due, _Load):
+                loaded = self._store.load(due.blocks, [self._host_block(host_id) for host_id in due.host_ids])
+                num_right = min(max(int(loaded), 0), len(due.blocks))
+            else:
+                self._store.save(due.block, self._host_block(due.host_id))
+        except Exception as error:
+            due.error = error
+        if isinstance(due, _Load):
+            due.num_right = num_right
+        self._ended.append(due)
+        self.wake()
+
+    def _take_in(self, load: _Load) -> None:
+        """Make loaded blocks findable, below the block that they follow if it still is."""
+        cache, num_right = self._cache, load.num_right
+        assert num_right is not None
+        del self._loads[load.blocks[0].key]
+        self._num_reserved_for_loads -= len(load.host_ids)
+        if load.error is not None:
+            num_right = 0
+            self._note_failure("load", load.error)
+        else:
+            self._failures_in_a_row = 0
+        taken = cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right])
+        for host_id in load.host_ids[taken:]:
+            cache.host.release(host_id)
+        self._figures["Store Loads"] += 1
+        self._figures["Store Loaded Blocks"] += taken
+        self._figures["Store Failed Loads"] += num_right < len(load.blocks)
+
+    def _named(self, domain: Domain, keys: Sequence[BlockKey]) -> list[StoredBlock]:
+        parent, blocks = root_hash(self._fingerprint, *domain, size=KEY_BYTES), []
+        for key in keys:
+            name = block_hash(b"", parent, key.tokens, key.extra_ids, size=KEY_BYTES)
+            blocks.append(StoredBlock(name, parent, key.tokens, key.extra_ids))
+            parent = name
+        return blocks
+
+    def _note_failure(self, method: str, error: Exception) -> None:
+        self._failures_in_a_row += 1
+        self._log.log(logging.WARNING, "`%s` of the store raised %s; what it has is computed", method, type_name(error),
+                      raised=error)
+        if self._failures_in_a_row >= MOST_FAILURES:
+            self._failures_in_a_row, self._rests_until = 0, self._monotonic() + REST_S
+            self._drop_saves()
+            log.warning("the store rests for %.0f s after %s in a row", REST_S, counted(MOST_FAILURES, "failure"))
+
+
+def _may_be_stored(request: LlmRequest) -> bool:
+    """Whether its blocks mean the same in another process: a salt that the engine made does not."""
+    return not isinstance(request.cache_salt, int)
