@@ -180,8 +180,10 @@ class DirectoryStore:
     def _scan(self) -> None:
         """Read the folders that have changed since they were read."""
         seen = set()
-        for folder in os.scandir(self._path):
-            if len(folder.name) != 2 or not _is_hex(folder.name) or not folder.is_dir(follow_symlinks=False):
+        with os.scandir(self._path) as entries:
+            folders = [entry for entry in entries if len(entry.name) == 2 and _is_hex(entry.name)]
+        for folder in folders:
+            if not folder.is_dir(follow_symlinks=False):
                 continue
             seen.add(folder.name)
             now, changed_at = time.monotonic(), folder.stat(follow_symlinks=False).st_mtime_ns
@@ -227,16 +229,17 @@ class DirectoryStore:
         if self._read_only:
             return
         now = self._timestamp()
-        for entry in os.scandir(self._path):
-            if entry.name.startswith(TEMPORARY):
-                with suppress(OSError):
-                    if abs(now - entry.stat(follow_symlinks=False).st_mtime) > SECONDS_OF_A_TEMPORARY_FILE:
-                        os.unlink(entry.path)
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                if entry.name.startswith(TEMPORARY):
+                    with suppress(OSError):
+                        if abs(now - entry.stat(follow_symlinks=False).st_mtime) > SECONDS_OF_A_TEMPORARY_FILE:
+                            os.unlink(entry.path)
 
 
 def _listed(folder: "os.DirEntry[str]") -> Iterator[tuple[bytes, tuple[int, float]]]:
-    with suppress(FileNotFoundError):
-        for entry in os.scandir(folder.path):
+    with suppress(FileNotFoundError), os.scandir(folder.path) as entries:
+        for entry in entries:
             name = entry.name.removesuffix(SUFFIX)
             if len(name) == 2 * KEY_BYTES - 2 and name != entry.name and _is_hex(name):
                 with suppress(FileNotFoundError):

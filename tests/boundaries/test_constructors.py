@@ -17,12 +17,20 @@ from batch_manager import (
     Parts,
     PeftCacheConfig,
     SchedulerPolicy,
+    SpeculativeConfig,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
 from batch_manager.adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
 from batch_manager.arguments import MAX_BEAM_WIDTH
-from batch_manager.config import MAX_POSITION, MAX_RANKS, MAX_THREADS, ContextChunkingPolicy
+from batch_manager.config import (
+    MAX_DRAFT_TOKENS,
+    MAX_LOOKUP,
+    MAX_POSITION,
+    MAX_RANKS,
+    MAX_THREADS,
+    ContextChunkingPolicy,
+)
 from batch_manager.errors import ConfigError
 from batch_manager.option_values import LONGEST_WAIT_S, MAX_COUNT
 from batch_manager.testing.scripted_backend import ScriptedBackend
@@ -87,6 +95,13 @@ PEFT_OPTIONS = {
     "lora_prefetch_dir": ((None, "adapters", Path("adapters")), (5, ["adapters"])),
 }
 
+SPECULATIVE_OPTIONS = {
+    "method": (("ngram",), ("", "Ngram", "eagle", None, 5, ["ngram"])),
+    "num_speculative_tokens": ((1, 7, MAX_DRAFT_TOKENS), (0, -1, MAX_DRAFT_TOKENS + 1, None, *NO_COUNT)),
+    "prompt_lookup_max": ((2, MAX_LOOKUP), (0, -1, MAX_LOOKUP + 1, None, *NO_COUNT)),
+    "prompt_lookup_min": ((1, 4), (0, -1, 5, None, *NO_COUNT)),        # the most is 4
+}
+
 OPTIONS = {
     "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
     "enable_trt_overlap": FLAG,
@@ -119,6 +134,7 @@ OPTIONS = {
     "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
     "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
+    "speculative_config": ((None, SpeculativeConfig()), ({}, SpeculativeConfig, "ngram", 5)),
 }
 
 PART_OPTIONS = {
@@ -143,7 +159,7 @@ def cases(table: dict, which: int) -> list:
 
 def test_every_option_is_in_the_tables():
     for options, table in ((KvCacheConfig, KV_OPTIONS), (ParallelConfig, PARALLEL_OPTIONS),
-                           (PeftCacheConfig, PEFT_OPTIONS),
+                           (PeftCacheConfig, PEFT_OPTIONS), (SpeculativeConfig, SPECULATIVE_OPTIONS),
                            (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
         assert [field.name for field in fields(options)] == list(table)
     arguments = set(inspect.signature(GptManager).parameters)
@@ -173,14 +189,16 @@ def test_a_bad_value_of_ranks(name, value):
         ParallelConfig(**{name: value, **PARALLEL_COMPANIONS.get(name, {})})
     assert f"ParallelConfig.{name} is {value!r}" in str(raised.value) and "; " in str(raised.value)
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", PEFT_OPTIONS)
-def test_values_of_the_adapter_cache(name, which):
-    for value in PEFT_OPTIONS[name][which]:
+@pytest.mark.parametrize(("options", "table", "name"), [
+    (options, table, name) for options, table in ((PeftCacheConfig, PEFT_OPTIONS),
+                                                  (SpeculativeConfig, SPECULATIVE_OPTIONS)) for name in table])
+def test_values_of_adapters_and_of_drafts(options, table, name, which):
+    for value in table[name][which]:
         if not which:
-            assert getattr(PeftCacheConfig(**{name: value}), name) == value
+            assert getattr(options(**{name: value}), name) == value
             continue
-        with pytest.raises(ConfigError, match=f"PeftCacheConfig.{name} is "):
-            PeftCacheConfig(**{name: value})
+        with pytest.raises(ConfigError, match=f"{options.__name__}.{name} is "):
+            options(**{name: value})
 
 
 @pytest.mark.parametrize("options, says", [
