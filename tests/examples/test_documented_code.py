@@ -25,6 +25,8 @@ RUN_BY = {
     'info = manager.load_adapter(7, "path/to/peft_folder")     # or {"lora_weights": ..., "lora_config": ...}':
         "tests/models/test_adapters.py, tests/contract/test_adapters.py",
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
+    'KvCacheConfig(enable_block_reuse=True, disk_cache_path="cache", disk_cache_size=20 << 30)':
+        "tests/integration/test_prompt_cache_on_disk.py runs engines with it",
     "import asyncio": "here",
     "from batch_manager.extras.async_llm import AsyncLLM": "here",
     "from batch_manager.extras.text import TextStream, chat_prompt": "here",

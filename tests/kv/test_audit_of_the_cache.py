@@ -128,7 +128,7 @@ DAMAGES = {
     a_node_stands_under_another_digest: "is not at its digest in its parent",
     a_node_has_other_tokens: "does not match its content",
     a_node_is_in_both_pools: "and in host block 0",
-    a_host_block_is_lost: "a host block is neither empty nor full, or both",
+    a_host_block_is_lost: "a host block is not exactly one of empty, full and reserved",
     a_host_block_stays_pinned: "a host block is still pinned, or ordered without content",
     a_host_block_has_somebody_elses_node: "is not registered for its node",
     a_shared_block_is_not_full: "is shared and not full",

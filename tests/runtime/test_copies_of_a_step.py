@@ -103,7 +103,7 @@ def test_what_keeps_a_batch_from_fixed_addresses_is_named(monkeypatch):
     assert of_graphs(context=(context(1, 1),) * 33) == ["contexts at once"]
     assert of_graphs(*[(slot, 3) for slot in (0, 1, 6, 7)] * 3) == ["rows"]
     for changes, word in (({"embeddings": np.zeros((1, HIDDEN), np.float32)}, "embeddings"),
-                          ({"num_drafts": 1}, "drafts"), ({"start": 20 * SIZE - 2}, "length")):
+                          ({"num_drafts": 1}, "context drafts"), ({"start": 20 * SIZE - 2}, "length")):
         assert of_graphs(context=(replace(context(0, 3), **changes),)) == [word]
     assert of_graphs((7, 20 * SIZE), context=(context(0, 3),)) == ["length"]
     engine.decoder.set_up([(SLOTS - 1, SlotSetup())])

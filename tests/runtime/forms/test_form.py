@@ -45,7 +45,7 @@ def rows(count):
 
 
 def test_each_bit_has_one_word_and_each_word_a_bit():
-    assert len(FEATURES) == 13 and len(OF_A_BATCH) == 10
+    assert len(FEATURES) == 13 and len(OF_A_BATCH) == 11
     assert sorted(WORDS) == sorted([*FEATURES, *OF_A_BATCH])
     assert len(set(WORDS.values())) == len(WORDS) and sum(WORDS) == sum(FEATURES) + sum(OF_A_BATCH)
 
