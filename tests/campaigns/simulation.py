@@ -22,10 +22,14 @@ REPORTS = 5
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over seeds. `failed` has (seed, report) of each seed with violations."""
+    """Sums over seeds. `failed` has (seed, report) of each seed with violations.
+
+    of_them     "several ranks", "adapters" -> the iterations of engines with these
+    """
 
     seeds: int = 0
     iterations: int = 0
+    of_them: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     tokens: int = 0
     hits: Counter[str] = field(default_factory=Counter)
@@ -36,6 +40,7 @@ class Counts:
     def add(self, other: "Counts") -> None:
         self.seeds += other.seeds
         self.iterations += other.iterations
+        self.of_them += other.of_them
         self.requests += other.requests
         self.tokens += other.tokens
         self.hits += other.hits
@@ -48,9 +53,10 @@ def portion(first_seed: int, count: int) -> Counts:
     """Run `count` seeds in this process, from `first_seed` on."""
     counts = Counts()
     for seed in range(first_seed, first_seed + count):
-        result = simulate(seed)
-        counts.add(Counts(1, result.iterations, result.requests, result.tokens, result.hits, result.markers,
-                          Counter(traits(draw(seed, available())))))
+        result, swarm = simulate(seed), draw(seed, available())
+        has = {"several ranks": swarm.ranks > 1, "adapters": swarm.adapters > 0}
+        counts.add(Counts(1, result.iterations, Counter({name: result.iterations for name in has if has[name]}),
+                          result.requests, result.tokens, result.hits, result.markers, Counter(traits(swarm))))
         if result.violations:
             counts.failed.append((seed, report(result) if not counts.failed else "\n".join(result.violations)))
     return counts
@@ -74,9 +80,10 @@ def run(options: Options) -> Summary:
                 for seed, text in counts.failed[:REPORTS]]
     failures += [f"seed {seed}: python -m tests.simulation.replay {seed}" for seed, _ in counts.failed[REPORTS:]]
     return Summary(
-        f"T1: seeds {options.first_seed}..{last}: {counts.iterations:,} iterations, {counts.requests:,} requests, "
-        f"{counts.tokens:,} tokens, {sum(counts.hits.values()):,} faults; features: "
-        f"{', '.join(sorted(available())) or 'none of the optional ones'}",
+        f"T1: seeds {options.first_seed}..{last}: {counts.iterations:,} iterations "
+        f"({', '.join(f'{number:,} with {name}' for name, number in counts.of_them.items())}), "
+        f"{counts.requests:,} requests, {counts.tokens:,} tokens, {sum(counts.hits.values()):,} faults; "
+        f"features: {', '.join(sorted(available())) or 'none of the optional ones'}",
         failures, short(counts, options.tier), table(counts.traits))
 
 
