@@ -36,7 +36,9 @@ class LeadingBackend:
         """
         late_ranks   with several stages, the other ranks of rank 0's stage. A step begins on them and on rank 0 when it
                      is read, or a later one is: meanwhile the stages before are at the next micro-batch. As they begin
-                     together, none of them waits inside an exchange while rank 0 is in a callback.
+                     together, none of them waits inside an exchange while rank 0 is in a callback. `local.start` then
+                     applies the updates of the block tables before anything that can fail, as it does on the other
+                     ranks: `start` has returned already, so they are not repeated.
                      None: a step begins on all ranks when it is launched
         """
         self.info: BackendInfo = local.info
@@ -148,7 +150,7 @@ class LedBatch:
     def __init__(self, backend: LeadingBackend, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...]) -> None:
         self._backend, self.number, self.batch, self.drawn = backend, number, batch, drawn
         self.pending: PendingStep | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.has_begun = False
 
     @property
@@ -161,7 +163,7 @@ class LedBatch:
         self.has_begun = True
         try:
             self.pending = self._backend.begin(self)
-        except Exception as error:
+        except BaseException as error:                 # of this step; an earlier one may be the one that is read
             self._error = error
 
     def finish_here(self) -> StepOutput:

@@ -199,6 +199,30 @@ def test_the_ranks_of_rank_0s_stage_begin_a_step_with_rank_0(make_ranks):
         assert client.final(number).tokens() == local.expected([number + 1] * 5, 4)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_late_step_that_raises_fails_no_step_that_begins_after_it(make_ranks, error):
+    """The second micro-batch begins when a half of the first one, which failed, is run again."""
+    ranks = make_ranks(late_ranks=[], enable_trt_overlap=True)
+    local, first_of = ranks.world.backend.local, {}
+
+    def fail(batch):
+        slots = batch.slots()
+        if first_of.setdefault(slots[0], batch) is batch and 2 in slots:
+            raise error                                # the second micro-batch, once
+        if 1 in slots:
+            raise RuntimeError
+    local.on_step = fail
+    for number in range(4):
+        ranks.world.client.pending.append(request(number, [number + 1] * 5, 4))
+    while ranks.step():
+        continue
+    client = ranks.world.client
+    assert client.final(1).code == "MODEL_ERROR"
+    for number in (0, 2, 3):
+        assert client.final(number).tokens() == local.expected([number + 1] * 5, 4)
+    assert not ranks.ranks.leader._running
+
+
 @pytest.mark.parametrize("error, code", [(RuntimeError, ErrorCode.MODEL_ERROR), (MemoryError, ErrorCode.OUT_OF_MEMORY)])
 @pytest.mark.parametrize("in_finish", [False, True])
 def test_a_step_that_raises_on_another_rank_is_narrowed_down_as_on_one(make_ranks, error, code, in_finish):

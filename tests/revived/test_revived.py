@@ -30,8 +30,8 @@ def swarms(bug: Bug) -> Iterator[Swarm]:
         swarm = draw(seed, available(), ITERATIONS)
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,
                  "max_admissions": 4096, "reuse": False, "window": None, "sinks": 0, "host_blocks": 0,
-                 "has_poll": True, "max_beam_width": 1, "ranks": 1, "faults": bug.faults, "fault_rate": RATE,
-                 "endings": ((ITERATIONS, "drain"),)}
+                 "has_poll": True, "max_beam_width": 1, "ranks": 1, "late_ranks": None, "faults": bug.faults,
+                 "fault_rate": RATE, "endings": ((ITERATIONS, "drain"),)}
         traffic = {"beams": 0.0, "words": 0.0, **bug.traffic}
         yield replace(swarm, **{**fixed, **bug.world}, traffic=replace(swarm.traffic, **traffic))
 

@@ -64,10 +64,11 @@ class SimulatedDevice(ScriptedBackend):
                  blocks_of: Callable[..., list[int]], table_of: Callable[[LlmRequest], np.ndarray],
                  blame: Callable[..., None],
                  before_step: Callable[[ScheduledBatch], None], check: Callable[[bool, str], None],
-                 is_reused: bool, load_fails: Callable[[int], bool], num_ranks: int = 1, **options) -> None:
+                 is_reused: bool, load_fails: Callable[[int], bool], num_ranks: int = 1, starts_late: bool = False,
+                 **options) -> None:
         super().__init__(on_step=self._on_step, on_load=self._on_load, **options)
         self._load_fails, self._running = load_fails, -1
-        self.num_ranks = num_ranks
+        self.num_ranks, self._starts_late = num_ranks, starts_late
         self._faults = faults
         self._owner_of, self._blocks_of, self._table_of = owner_of, blocks_of, table_of
         self._owners: dict[int, dict[int, LlmRequest]] = {}         # iteration -> slot -> its request at the launch
@@ -87,7 +88,8 @@ class SimulatedDevice(ScriptedBackend):
 
     # what the loop calls
 
-    def start(self, batch: ScheduledBatch) -> "SimulatedStep":
+    def launch(self, batch: ScheduledBatch) -> None:
+        """Choose what happens in a batch. Called when a batch is launched, before it runs on any rank."""
         if self.is_lost:
             raise DeviceLostError("the device is lost")
         if batch.iteration > self._newest:                          # otherwise, the batch is a part of a failed batch
@@ -110,9 +112,15 @@ class SimulatedDevice(ScriptedBackend):
             self._check_rule(order.raises is not NO_ORDER.raises or order.spoils is not None
                              or batch.iteration - 1 in self._failed,
                              "I29: a step failed, and is run again, to which nothing had happened")
+
+    def start(self, batch: ScheduledBatch) -> "SimulatedStep":
+        if self.num_ranks == 1:
+            self.launch(batch)
         if self.is_lost:
             raise DeviceLostError("the device is lost")
         if batch.iteration % 2 and not self.order_of(batch).in_finish:
+            if self._starts_late:                                   # see LeadingBackend
+                self._tables.update(batch)
             self._raise(self.order_of(batch), batch)                # before the backend reads the batch
         return SimulatedStep(self, batch, super().start(batch))
 

@@ -57,6 +57,8 @@ class Swarm:
     iterations   iterations of the loop before the shutdown is requested
     adapters     number of task ids of adapters; 0: the engine has no adapters
     adapter_pages, adapter_bytes   pages of the device for adapters, and bytes of the host cache
+    late_ranks   with several ranks: None, or those that begin a step with rank 0, when it is read, as those of the last
+                 of several stages do
     faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of each event that ends the run, such as a drain
@@ -95,6 +97,7 @@ class Swarm:
     run_ahead: bool = False
     is_asynchronous: bool = False
     ranks: int = 1
+    late_ranks: tuple[int, ...] | None = None
     adapters: int = 0
     adapter_pages: int = 0
     adapter_bytes: int = 0
@@ -182,6 +185,9 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     # With several ranks, a step is launched when the steps of its requests have been read.
     ranks = 1 if static or run_ahead else rank_rng.choice([1, 2, 3, 4])
     rank_faults = [fault.name for fault in menu_of(Place.RANK) if ranks > 1 and rank_rng.random() < 0.3]
+    late_ranks = None
+    if ranks > 1 and rank_rng.random() < 0.5:          # several stages, and so several micro-batches
+        overlap, late_ranks = True, tuple([rank for rank in range(1, ranks) if rank_rng.random() < 0.5])
     adapter_rng = Random(f"adapters {seed}")
     adapters, adapter_pages, adapter_bytes, adapted = _adapters(adapter_rng, features, static or ranks > 1)
     if adapters:
@@ -218,6 +224,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         traffic=traffic,
         faults=(*faults, *rank_faults),
         ranks=ranks,
+        late_ranks=late_ranks,
         fault_rate=rng.choice([0.005, 0.02, 0.08]),
         endings=endings,
         max_beam_width=max_beam_width,

@@ -101,7 +101,8 @@ class SimulatedWorld:
             is_asynchronous=swarm.is_asynchronous,
             before_step=self._before_device_step, check=self.check, is_reused=swarm.reuse,
             max_seq_len=swarm.max_seq_len, num_blocks=swarm.num_blocks,
-            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, num_ranks=swarm.ranks, **model,
+            tokens_per_block=swarm.tokens_per_block, num_slots=swarm.max_batch_size, num_ranks=swarm.ranks,
+            starts_late=swarm.late_ranks is not None, **model,
             load_fails=self.adapters.load_fails, adapter_pages=swarm.adapter_pages,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
@@ -133,7 +134,8 @@ class SimulatedWorld:
 
     def _build(self):
         swarm, client = self.swarm, self.client
-        backend = self.device if self.ranks is None else LeadingBackend(self.device, self.ranks.leader)
+        backend = self.device if self.ranks is None else LeadingBackend(
+            self.device, self.ranks.leader, swarm.late_ranks)
         loop = make_loop(
             client, backend=backend, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
             max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
@@ -631,6 +633,11 @@ class SimulatedWorld:
 
 class SimulatedRank0(TellsDrawnTokens, SimulatedDevice):
     """The device of rank 0 among several."""
+
+    def take_drawn(self, batch: ScheduledBatch | None = None) -> tuple:
+        assert batch is not None
+        self.launch(batch)                             # a rank may run the batch before this one does
+        return super().take_drawn(batch)
 
 
 class SimulatedRanks(MemoryRanks):
