@@ -20,6 +20,7 @@ from .seams import Clock, ModelBackend
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
+QUANTIZATIONS = ("int8", "int4")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 COLLECTIVES = ("nccl", "gloo")
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
@@ -341,6 +342,9 @@ class TrtGptModelOptionalParams:
     model_implementation        "native": a model class of this package, or of register_model; "transformers": the
                                 class of transformers (extra hf), for model types that are proven to run in the engine;
                                 "auto": native if there is one, else transformers
+    quantization                "int8" or "int4": quantise the matrices of the layers, but not embedding and head, while
+                                they are loaded, with a scale for each 32 inputs. For compiled steps; refused where
+                                there are none, and for a checkpoint that is quantised already. None: as they are stored
     parallel_config             a ParallelConfig: this process is one of several that run the model together; None: the
                                 process runs it alone
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
@@ -379,6 +383,7 @@ class TrtGptModelOptionalParams:
     hang_warning_s: float = 30.0
     cpu_compile: bool | None = None
     model_implementation: str = "auto"
+    quantization: str | None = None
     parallel_config: ParallelConfig | None = None
     peft_cache_config: PeftCacheConfig | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -428,6 +433,10 @@ class TrtGptModelOptionalParams:
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{name} is {value!r}",
                                   f"expected one of {', '.join(allowed)}", '"auto" is the default')
+        if self.quantization is not None and (not isinstance(self.quantization, str)
+                                              or self.quantization not in QUANTIZATIONS):
+            raise ConfigError(f"quantization is {self.quantization!r}", f"expected one of {', '.join(QUANTIZATIONS)}",
+                              "leave it out to use the weights as they are stored")
         if self.parallel_config is not None and not isinstance(self.parallel_config, ParallelConfig):
             raise ConfigError(f"parallel_config is of type {type(self.parallel_config).__name__}",
                               "expected a ParallelConfig or None", "pass ParallelConfig(tensor_parallel_size=...)")
@@ -457,6 +466,8 @@ _OPTIONS_OF_OTHER_ENGINES = {
     "device_map": "device=...",
     "n_threads": "num_threads=...",
     "model_impl": "model_implementation=...",
+    "load_in_8bit": 'quantization="int8"',
+    "load_in_4bit": 'quantization="int4"',
     "tp_size": "parallel_config=ParallelConfig(tensor_parallel_size=...)",
     "pp_size": "parallel_config=ParallelConfig(pipeline_parallel_size=...)",
 }
@@ -468,8 +479,7 @@ _NOT_HERE = {
     **dict.fromkeys(("data_parallel_size", "dp_size"), "start an engine for each replica"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "repetition_penalty"),
                     _IN_THE_CALL),
-    **dict.fromkeys(("quantization", "load_in_8bit", "load_in_4bit", "quantization_config"),
-                    "weights are used as the checkpoint stores them; pass a quantized .gguf file"),
+    "quantization_config": 'it is read from the checkpoint; quantization="int8" or "int4" quantises a plain one',
     **dict.fromkeys(("trust_remote_code", "attn_implementation", "tokenizer_mode"),
                     "code of a checkpoint never runs, and the engine has its own attention and tokenizers"),
     **dict.fromkeys(("revision", "download_dir", "tokenizer_revision"),

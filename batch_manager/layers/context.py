@@ -92,6 +92,7 @@ class LayerContext:
     deterministic   make the results for a row independent of the other rows of the step, to the bit
     compiled_step   on a CPU, store matrices in the layout of the compiled step, which runs a recorded forward in one
                     call; see recording.py
+    quantization    how `Linear` quantises matrices of numbers, a key of QUANTIZATIONS in weight_form.py; None: not
 
     The next fields are ports. A layer asks them once, in its constructor.
 
@@ -105,6 +106,7 @@ class LayerContext:
     dtype: torch.dtype
     deterministic: bool = False
     compiled_step: bool = False
+    quantization: str | None = None
     split: Split = ONE_PROCESS
     kv_copies: int = 1
     weight_form: WeightForms | None = None

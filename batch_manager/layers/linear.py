@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 
 from ..errors import ConfigError
-from ..weights.matrices import Share
+from ..weights.matrices import Dense, Share
 from ..weights.source import Weights
 from .context import AdapterModule, LayerContext, Split
 from .recording import Rows
-from .weight_form import WeightForm, make_weight_form
+from .weight_form import WeightForm, make_weight_form, quantised
 
 SplitDimension = Literal["columns", "heads", "rows"]
 
@@ -59,6 +59,8 @@ class Linear:
         is_summed = split == "rows" and context.split.size > 1
         if is_summed:
             added_last, stored = stored.bias, replace(stored, bias=None)
+        if context.quantization is not None and isinstance(stored, Dense):
+            stored = quantised(stored, context.quantization, weights)
         form = make_weight_form(stored, context)
         self._matrix, self._outputs = None if is_summed else form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments

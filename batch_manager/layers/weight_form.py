@@ -3,10 +3,11 @@
 A layer calls the functions in its WeightForm directly. The layer itself handles its ports: processes and adapters.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -15,9 +16,23 @@ from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.deterministic_linear import NoAgreeingSizeError
 from ..triton_kernels.cpu.native.library import QUANTISED_TYPES
 from ..triton_kernels.cpu.native.library import TYPES as COMPILED_TYPES
-from ..triton_kernels.cpu.native.matrix import PackedMatrix, PanelMatrix, QuantisedMatrix, QuantisedPanels
+from ..triton_kernels.cpu.native.matrix import (
+    BLOCK,
+    PackedMatrix,
+    PanelMatrix,
+    QuantisedMatrix,
+    QuantisedPanels,
+    quantised_rows,
+)
 from ..weights.matrices import Blocks, Dense, StoredMatrix
+from ..weights.source import Weights
 from .context import LayerContext
+
+# A value of TrtGptModelOptionalParams.quantization -> type of the blocks: each 32 inputs of an output have a scale, a
+# half float, and levels of 8 or 4 bits.
+QUANTIZATIONS: Mapping[str, str] = {"int8": "Q8_0", "int4": "Q4_0"}
+BYTES_OF_BLOCK = {"int8": 34, "int4": 18}
+QUANTISED_AT_ONCE = 2**20            # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,31 @@ def types_kept(context: LayerContext) -> Collection[str]:
     """Return the types of quantised blocks that layers multiply as a file has them."""
     is_compiled = context.compiled_step and not context.deterministic and context.dtype in COMPILED_TYPES
     return QUANTISED_TYPES if is_compiled else ()
+
+
+def quantised_bytes(quantization: str, num_weights: int) -> int:
+    """Return the size of weights in blocks, without padding."""
+    return num_weights * BYTES_OF_BLOCK[quantization] // BLOCK
+
+
+def quantised(stored: Dense, quantization: str, weights: Weights) -> Blocks:
+    """Return the matrix in blocks, as a GGUF file would have them. They are written when they are read.
+
+    quantization   a key of QUANTIZATIONS
+    weights        the source that counted the matrix
+    """
+    kind, weight = QUANTIZATIONS[quantization], stored.weight
+    outputs, inputs = weight.shape
+
+    def read() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        step = max(1, QUANTISED_AT_ONCE // inputs)
+        for first in range(0, outputs, step):
+            rows = quantised_rows(weight[first : first + step], kind)
+            weights.count_copy(rows.nbytes)
+            yield np.arange(first, first + len(rows)), rows
+
+    weights.count_copy(-weight.nbytes)
+    return Blocks([(kind, outputs)], inputs, read, stored.bias)
 
 
 def make_weight_form(stored: StoredMatrix, context: LayerContext) -> WeightForm:

@@ -1,15 +1,16 @@
 """Loads a checkpoint with the model class of its architecture."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from ..config import DTYPES, LOAD_FORMATS, MODEL_IMPLEMENTATIONS
 from ..contained_log import log
-from ..errors import ConfigError, InsufficientMemoryError, UnsupportedModelError, printable
+from ..errors import ConfigError, InsufficientMemoryError, ModelLoadError, UnsupportedModelError, printable
 from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
-from ..layers.weight_form import types_kept
+from ..layers.weight_form import quantised_bytes, types_kept
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
@@ -53,7 +54,8 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE,
-               split: Split = ONE_PROCESS, adapters: AdapterPort | None = None) -> LoadedModel:
+               split: Split = ONE_PROCESS, adapters: AdapterPort | None = None, quantization: str | None = None
+               ) -> LoadedModel:
     """Load the model of the checkpoint at `path`, a stage of it, or the share of one process.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
@@ -70,6 +72,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     split           the processes that share the model; ConfigError if it cannot be divided by their number. Each loads
                     its share, and `LoadedModel.spec` is that of the share
     adapters        the port that `Linear` layers ask for their adapters; None: no adapters
+    quantization    "int8" or "int4": quantise the matrices of `Linear` layers, for compiled steps; ConfigError without
+                    `compiled_step`, or if the files are quantised. None: as they are stored
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
                            UnsupportedModelError; InsufficientMemoryError
     """
@@ -109,20 +113,22 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
-                           split=split, kv_copies=spec.kv_copies, adapters=adapters)
+                           quantization=quantization, split=split, kv_copies=spec.kv_copies, adapters=adapters)
+    if quantization is not None:
+        _refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation)
     # A class of someone else's may ask for tensors one by one, which are converted.
     kept = types_kept(context) if implementation == NATIVE and is_shipped(spec.architecture, model_class) else ()
     try:
         with torch.inference_mode():
             if load_format == "dummy":
-                refuse_too_many_weights(local.num_weights * dtype.itemsize, checkpoint, device, dtype, free_bytes)
+                refuse_too_many_weights(_most_bytes(local, dtype, quantization), checkpoint, device, dtype, free_bytes)
                 weights = DummyWeights(seed, device, dtype)
                 model = make(weights)
             else:
                 weights = checkpoint.weights(device, dtype, kept)
                 # A tensor is allocated only if the configuration and the files both have it, so the smaller number
                 # bounds the memory. Differences between them are refused below, with the tensor's name.
-                refuse_too_many_weights(min(local.num_weights * dtype.itemsize, weights.loaded_bytes), checkpoint,
+                refuse_too_many_weights(min(_most_bytes(local, dtype, quantization), weights.loaded_bytes), checkpoint,
                                         device, dtype, free_bytes)
                 model = make(weights)
                 if stage == WHOLE:
@@ -136,6 +142,34 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}",
             "expected enough memory for all weights", "use a smaller dtype or a larger device") from fault
+
+
+def _refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str) -> None:
+    """Raise ConfigError if the matrices cannot be quantised. checkpoint: None for random weights."""
+    fact, reason = f"quantization is {context.quantization!r}", ""
+    if not types_kept(context):
+        reason = f"steps are not compiled, on {context.device} in {context.dtype}".replace("torch.", "")
+    elif implementation == TRANSFORMERS:
+        reason = "the transformers library computes the model"
+    if reason:
+        raise ConfigError(f"{fact}, but {reason}", "expected compiled steps on a CPU, whose products alone read "
+                          "quantised weights", "leave quantization out")
+    if checkpoint is not None:
+        source = checkpoint.weights(torch.device("meta"), context.dtype)
+        found = [kind for kind in source.stored_types if kind not in ("F32", "F16", "BF16")]
+        with suppress(ModelLoadError):                 # closes the files; it raises because no tensor was requested
+            source.finish()
+        if found:
+            raise ConfigError(f"{fact}, and {checkpoint.path} has tensors of type {', '.join(map(shown, found))}",
+                              "expected weights in F32, F16 and BF16", "leave quantization out")
+
+
+def _most_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None) -> int:
+    """Return about the largest size that the weights take."""
+    if quantization is None:
+        return spec.num_weights * dtype.itemsize
+    tables = min(spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2), spec.num_weights)
+    return tables * dtype.itemsize + quantised_bytes(quantization, spec.num_weights - tables)
 
 
 def _usable_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:

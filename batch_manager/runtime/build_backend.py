@@ -93,6 +93,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
                   1 if part is None else part.place.num_ranks)
     absent = wanted_forms(asked)
+    if params.quantization is not None and "compiled" in absent:
+        raise ConfigError(f"quantization is {params.quantization!r}, but {absent['compiled']}",
+                          "expected compiled steps on a CPU, whose products alone read quantised weights",
+                          "leave quantization out")
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic,
                                                  device)
@@ -275,7 +279,7 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
         loaded = load_model(model_path, device=device, dtype=params.dtype, load_format=params.load_format,
                             deterministic=params.deterministic, compiled_step=compiled,
                             free_bytes=free_memory(device), model_implementation=params.model_implementation,
-                            adapters=adapters,
+                            adapters=adapters, quantization=params.quantization,
                             **({} if part is None else {"split": part.exchange, "stage": part.stage}))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -23,6 +23,8 @@ def cache_fingerprint(model_path: str | os.PathLike[str], params: TrtGptModelOpt
     kv = params.kv_cache_config
     facts = [VERSION, content_digest(model_path, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
              params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
+    if params.quantization is not None:
+        facts.append(params.quantization)
     if params.deterministic:
         facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
                   torch.backends.cpu.get_cpu_capability()]

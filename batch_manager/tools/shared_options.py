@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import BLOCK_SIZES, DTYPES, MAX_RANKS, MODEL_IMPLEMENTATIONS
+from ..config import BLOCK_SIZES, DTYPES, MAX_RANKS, MODEL_IMPLEMENTATIONS, QUANTIZATIONS
 from ..names import SchedulerPolicy
 from .command_parser import at_least, positive, rate
 from .output_file import why_no_folder, why_not_distinct, why_not_writable
@@ -60,6 +60,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--device": ('device of the model, such as "cpu", "cuda" or "cuda:1"', {"metavar": "NAME"}),
     "--dtype": ("data type of weights and KV cache", {"choices": DTYPES}),
     "--model-implementation": ("implementation of the model", {"choices": MODEL_IMPLEMENTATIONS}),
+    "--quantization": ("quantise the matrices of layers while they are loaded", {"choices": QUANTIZATIONS}),
     "--num-threads": ("threads of a CPU backend", {"type": at_least(1), "metavar": "N"}),
     "--tensor-parallel-size": ("processes that share each layer; without a launcher, torchrun starts them", {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),

@@ -62,7 +62,7 @@ class Weights(Protocol):
         ...
 
     def count_copy(self, num_bytes: int) -> None:
-        """Count a copy of `num_bytes` bytes that a layer keeps in addition to the original tensor."""
+        """Count a copy of `num_bytes` bytes that a layer keeps beside the original tensor; negative: one it drops."""
         ...
 
 

@@ -132,6 +132,7 @@ OPTIONS = {
     "hang_warning_s": ((0, 0.0, 30, LONGEST_WAIT_S), (-5e-324, -1, LONGEST_WAIT_S + 1, inf, nan, "1", True, None)),
     "cpu_compile": OPEN_FLAG,
     "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
+    "quantization": ((None, "int8", "int4"), ("", "int2", "INT8", 8, ["int8"])),
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
     "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
     "speculative_config": ((None, SpeculativeConfig()), ({}, SpeculativeConfig, "ngram", 5)),

@@ -14,7 +14,7 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES, load_library
-from batch_manager.triton_kernels.cpu.native.matrix import QuantisedMatrix, QuantisedPanels
+from batch_manager.triton_kernels.cpu.native.matrix import QuantisedMatrix, QuantisedPanels, quantised_rows
 
 pytestmark = pytest.mark.usefixtures("machine")
 KINDS = pytest.mark.parametrize("kind", QUANTISED_TYPES)
@@ -161,10 +161,46 @@ def test_products_are_close_to_float64(machine, kind, outputs, inputs, dtype):
 
 @NATIVE
 @pytest.mark.parametrize("kind", [kind for kind in QUANTISED_TYPES if not kind.endswith("_K")])   # those: 256 inputs
-def test_short_rows_and_odd_numbers_of_blocks(machine, kind):
+def test_short_rows_odd_numbers_of_blocks_and_a_part_of_a_block(machine, kind):
     for inputs in (32, 96, 160):
         rows, x = random_rows(kind, 19, inputs), rows_of_x(5, inputs, torch.float32)
-        assert torch.equal(matrix_of(kind, rows, torch.float32).multiply(x), modelled(kind, rows, x))
+        expected = modelled(kind, rows, x)
+        assert torch.equal(matrix_of(kind, rows, torch.float32).multiply(x), expected)
+        x[:, -20:] = 0
+        matrix = QuantisedMatrix(QuantisedPanels([(kind, 19)], inputs - 20, [(np.arange(19), rows)]), torch.float32)
+        assert torch.equal(matrix.multiply(x[:, :-20]), modelled(kind, rows, x))
+        assert torch.equal(matrix.rows(torch.arange(19)), torch.from_numpy(decoded(kind, rows))[:, :-20])
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_weights_are_quantised_as_a_model_in_numpy_does(kind, dtype):
+    """The nearest levels; with 4 bits, the best of five scales. Also for zeros, tiny, huge, infinite and NaN ones."""
+    weight = torch.randn(40, 77, generator=torch.Generator().manual_seed(4)) * 0.02
+    weight[3, :32], weight[4], weight[5], weight[6, 0] = 0, weight[4] * 1e-6, weight[5] * 1e5, 1e9
+    weight[7, 40], weight[8, 70], weight[9, 1] = torch.inf, -torch.inf, torch.nan
+    weight = weight.to(dtype)
+    found = quantised_rows(weight, kind)
+    blocks = np.pad(weight.float().numpy(), ((0, 0), (0, 19))).reshape(-1, 32)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
+    best, least = np.zeros_like(found.reshape(len(blocks), -1)), np.full(len(blocks), np.inf)
+    with np.errstate(all="ignore"):
+        for divisor in (127,) if kind == "Q8_0" else (-8, -7.5, -7, -8.5, -9):
+            scale = ((np.abs(largest) if kind == "Q8_0" else largest) / np.float32(divisor)).astype(np.float16)
+            inverse = np.where(scale == 0, np.float32(0), 1 / scale.astype(np.float32))
+            levels = np.rint((blocks * inverse).clip(*(-127, 127) if kind == "Q8_0" else (-8, 7)))
+            error = np.square(levels * scale.astype(np.float32) - blocks.astype(np.float64)).sum(1)
+            stored = levels.astype(np.int8).view(np.uint8) if kind == "Q8_0" else (levels + 8).astype(np.uint8)
+            if kind == "Q4_0":
+                stored = stored[:, :16] | stored[:, 16:] << 4
+            better = (error < least) | (divisor == 127)
+            best[better] = np.concatenate([scale.view(np.uint8), stored], 1)[better]
+            least[better] = error[better]
+    is_finite = np.isfinite(decoded(kind, found).reshape(-1, 32)).all(1)
+    assert (~is_finite).sum() == 4 and np.array_equal(found.reshape(len(blocks), -1)[is_finite], best[is_finite])
+    finite = np.where(is_finite[:, None], blocks, 0)
+    errors = np.abs(np.where(is_finite[:, None], decoded(kind, found).reshape(-1, 32), 0) - finite)
+    assert (errors <= np.abs(finite).max(1, keepdims=True) / (127 if kind == "Q8_0" else 4) + 1e-6).all()
 
 
 @DTYPES

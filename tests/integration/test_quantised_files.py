@@ -1,12 +1,19 @@
-"""A GGUF file runs from its own blocks, with the greedy tokens of transformers on the decoded weights."""
+"""A GGUF file runs from its own blocks, and a folder from blocks that are made while it is loaded, with the greedy
+tokens of transformers on the decoded weights."""
 
+import copy
+
+import gguf
 import pytest
 import torch
+from gguf.quants import dequantize
 
-from batch_manager import KvCacheConfig
+from batch_manager import ConfigError, KvCacheConfig
+from batch_manager.layers.weight_form import QUANTIZATIONS, quantised_bytes
 from batch_manager.models import load_model
 from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
 from tests.integration.greedy_model import GreedyModel
 from tests.integration.test_same_tokens_as_transformers import FUSED, MAX, SPLIT, V1, prompts_of, run
 from tests.models.conftest import make_reference
@@ -22,13 +29,29 @@ def like_q4_k_m(name):
     return "Q5_K" if "ffn_up" in name else "Q4_K"
 
 
+def quantised(model, quantization):
+    """Return a copy of a model whose layers have the weights that the engine writes and decodes."""
+    model, kind = copy.deepcopy(model), QUANTIZATIONS[quantization]
+    for name, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D") and name != "lm_head":
+            weight = module.weight.data if type(module).__name__ == "Linear" else module.weight.data.T
+            rows = dequantize(quantised_rows(weight, kind), gguf.GGMLQuantizationType[kind])
+            weight.copy_(torch.from_numpy(rows)[:, : weight.shape[1]])
+    return model
+
+
 class Reference(GreedyModel):
     vocab_size = WIDE["vocab_size"]
 
     def __init__(self, folder, family, kind, **options):
         super().__init__()
-        self.folder = folder / "model.gguf"
-        self.model = write_gguf(make_reference(family, **WIDE, **options), self.folder, family, kind)
+        model = make_reference(family, **WIDE | options)
+        if kind in tuple(QUANTIZATIONS):
+            self.folder, self.model = folder / "plain", quantised(model, kind)
+            model.save_pretrained(self.folder)
+        else:
+            self.folder = folder / "model.gguf"
+            self.model = write_gguf(model, self.folder, family, kind)
 
     def likeliest(self, tokens):
         with torch.inference_mode():
@@ -45,7 +68,9 @@ def library():
 
 @pytest.mark.parametrize(("family", "kind", "options"), [
     ("Llama", "Q4_0", {"tie_word_embeddings": True}), ("Qwen2", like_q4_k_m, {"tie_word_embeddings": True}),
-    ("Gemma2", "Q8_0", {"head_dim": 32})], ids=["Q4_0", "Q4_K_M", "Q8_0"])
+    ("Gemma2", "Q8_0", {"head_dim": 32}),
+    ("Qwen2", "int4", {"intermediate_size": 500}), ("GPT2", "int8", {"n_embd": 96, "n_layer": 2, "vocab_size": 203})],
+    ids=["Q4_0", "Q4_K_M", "Q8_0", "int4", "int8"])
 def test_tokens_are_those_of_transformers_alone_and_in_batches(make_manager, new_client, new_request, tmp_path, family,
                                                                kind, options):
     reference = Reference(tmp_path, family, kind, **options)
@@ -54,7 +79,8 @@ def test_tokens_are_those_of_transformers_alone_and_in_batches(make_manager, new
                    {"model_type": FUSED, "enable_chunked_context": True, "max_num_tokens": 48, "policy": MAX,
                     "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=16 * 16,
                                                      enable_block_reuse=True)}):
-        options = {"kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=2048), **engine}
+        options = {"kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=2048), **engine,
+                   "quantization": kind if kind in tuple(QUANTIZATIONS) else None}
         records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 6 + i % 5, **options)
         if engine.get("model_type") != V1:
             assert records[-1]["Compiled Steps"] > 0 and not records[-1]["Packed Steps"]
@@ -71,3 +97,23 @@ def test_weights_take_the_bytes_of_the_file(tmp_path, ties):
     for dtype in ("float32", "float16"):                   # float16 has no compiled steps
         decoded = load_model(reference.folder, device="cpu", dtype=dtype)
         assert decoded.weight_bytes > 3 * loaded.weight_bytes
+
+
+def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, new_client):
+    """It takes the bytes of blocks in its layers, and is refused where products cannot read them."""
+    reference = Reference(tmp_path, "Llama", "int4", tie_word_embeddings=False)
+    plain = load_model(reference.folder, device="cpu", dtype="bfloat16", compiled_step=True)
+    for quantization in ("int8", "int4"):
+        loaded = load_model(reference.folder, device="cpu", dtype="bfloat16", compiled_step=True,
+                            quantization=quantization, free_bytes=plain.weight_bytes - 1)
+        layers = loaded.spec.num_weights - 2 * 203 * 256
+        assert plain.weight_bytes - loaded.weight_bytes == 2 * layers - quantised_bytes(quantization, layers)
+    file = Reference(tmp_path, "Llama", "Q4_0").folder
+    for path, options, says in (
+            (reference.folder, {"cpu_compile": False}, "quantization is 'int8', but cpu_compile is False"),
+            (reference.folder, {"deterministic": True}, "quantization is 'int8', but deterministic is set"),
+            (reference.folder, {"dtype": "float16"}, "but steps are not compiled, on cpu in float16"),
+            (reference.folder, {"model_implementation": "transformers"}, "but the transformers library computes"),
+            (file, {}, "model.gguf has tensors of type 'Q4_0'; expected weights in F32, F16 and BF16; leave")):
+        with pytest.raises(ConfigError, match=says):
+            make_manager(new_client(), model_path=path, quantization="int8", **options)

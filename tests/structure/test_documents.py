@@ -250,4 +250,4 @@ def test_the_files_of_a_change_exist_or_are_new_and_their_numbers_are_right(titl
 
 
 def test_each_change_of_the_table_names_its_files():
-    assert len(COUNTED) == 2
+    assert len(COUNTED) == 1

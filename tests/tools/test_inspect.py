@@ -189,7 +189,7 @@ def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, chan
 # Parameters that this program leaves at their defaults, which no error forbids: their advice is never printed.
 AT_THEIR_DEFAULTS = {"deterministic", "cuda_graphs", "cpu_compile", "host_cache_size", "max_num_sequences",
                      "max_beam_width", "peft_cache_config", "tokens_per_block", "disk_cache_path", "disk_cache_size",
-                     "disk_cache_read_only", "enable_block_reuse"}
+                     "disk_cache_read_only", "enable_block_reuse", "quantization"}
 # Advice in errors of later steps, when an engine starts or runs.
 OF_AN_ENGINE = {"thread_count.py", "weight_form.py", "torch_fixed_tiles.py"}
 

@@ -109,5 +109,6 @@ def _arguments(options: argparse.Namespace, kv_tokens: int | None) -> dict[str, 
             cuda_graphs=options.cuda_graphs,
             cpu_compile=options.cpu_compile,
             model_implementation=options.model_implementation,
+            quantization=options.quantization,
             parallel_config=parallel_config(options.tensor_parallel_size, options.pipeline_parallel_size)),
         exclude_input_in_output=options.exclude_input_in_output_seq)

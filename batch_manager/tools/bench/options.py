@@ -95,6 +95,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="run CPU steps as compiled code (on if the model and the processor support it)")
     add("--cuda-graphs", action=FLAG, default=None, help="replay captured graphs on a GPU (off)")
     shared("--model-implementation", shown="auto", default="auto")
+    shared("--quantization", shown="as stored")
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         shared(name, shown="1", default=1)
 

@@ -45,6 +45,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "beam_width": options.beam_width,
         "cpu_compile": options.cpu_compile,
         "model_implementation": options.model_implementation,
+        "quantization": options.quantization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "busy_neighbours": options.busy_neighbours,

@@ -124,7 +124,9 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "pack_matrix": ([pointer, pointer, number, number], None),
         "philox_words": ([pointer, pointer, pointer, pointer, number, number, number, pointer], None),
         "quantised_panel_bytes": ([ctypes.c_int, number], number),
+        "quantised_row_bytes": ([ctypes.c_int, number], number),
         "pack_quantised_rows": ([pointer, number, pointer, pointer, number], None),
+        "quantise_rows": ([ctypes.c_int, pointer, ctypes.c_int, number, number, number, pointer], None),
         "decode_quantised_rows": ([pointer, pointer, number, pointer], ctypes.c_int),
     }
     try:

@@ -25,6 +25,10 @@ BLOCK = 32                          # inputs of a quantised block
 ROW_BLOCK_BYTES = 24                # of RowBlock in quantised.h
 
 
+def padded_inputs(inputs: int) -> int:
+    return -(-inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
+
+
 class PanelMatrix:
     """A weight W [outputs, inputs] in panels of 16 outputs, and a bias b [outputs] or None. The base of this module.
 
@@ -39,7 +43,7 @@ class PanelMatrix:
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
         self._library = load_library()
         self.outputs, self.inputs, self.dtype, self.type = outputs, inputs, dtype, TYPES[dtype]
-        self._padded = -(-inputs // INPUTS_ALIGNED) * INPUTS_ALIGNED
+        self._padded = padded_inputs(inputs)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._matrix = Matrix(inputs=self._padded, outputs=outputs, type=self.type, factor=1.0,
                               bias=None if self._bias is None else self._bias.data_ptr())
@@ -132,7 +136,7 @@ class QuantisedPanels:
 
     types   (type of QUANTISED_TYPES, number of outputs) of consecutive ranges of outputs. Each range but the last has a
             multiple of 16 outputs
-    inputs  a multiple of 32, in K types of 256
+    inputs  number of inputs, in K types a multiple of 256. In the last block of a row, weights after them are zero
     rows    all rows of the file, some at a time: outputs [some] int64 of one range, in any order, and the rows
             [some, bytes of a row] uint8
 
@@ -142,12 +146,12 @@ class QuantisedPanels:
 
     def __init__(self, types: Sequence[tuple[str, int]], inputs: int, rows: Iterable[tuple[np.ndarray, np.ndarray]]
                  ) -> None:
-        library = load_library()
+        library, padded = load_library(), padded_inputs(inputs)
         self.outputs, self.inputs = sum(count for _, count in types), inputs
         self.parts, self._memory, first = (QuantisedPart * len(types))(), [], 0
         for part, (kind, count) in zip(self.parts, types):
             number, panels = QUANTISED_TYPES.index(kind), -(-count // PANEL)
-            memory = allocate_shared(panels * library.quantised_panel_bytes(number, inputs))
+            memory = allocate_shared(panels * library.quantised_panel_bytes(number, padded))
             part.first_panel, part.end_panel, part.type, part.panels = (
                 first, first + panels, number, memory.ctypes.data)
             self._memory.append(memory)
@@ -157,7 +161,21 @@ class QuantisedPanels:
         for outputs, data in rows:
             part = self.parts[int(np.searchsorted(starts, outputs[0], "right")) - 1]
             outputs, data = np.ascontiguousarray(outputs, np.int64), np.ascontiguousarray(data)
-            library.pack_quantised_rows(address(part), inputs, data.ctypes.data, outputs.ctypes.data, len(outputs))
+            library.pack_quantised_rows(address(part), padded, data.ctypes.data, outputs.ctypes.data, len(outputs))
+
+
+def quantised_rows(weight: torch.Tensor, kind: str) -> np.ndarray:
+    """Return a weight [outputs, inputs], float32 or bfloat16, as rows of a GGUF file [outputs, bytes of a row] uint8.
+
+    kind     Q8_0 or Q4_0. The last block of a row is filled up with zeros
+    Raises   CannotCompileError if the library cannot be built
+    """
+    library, number = load_library(), QUANTISED_TYPES.index(kind)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    (outputs, inputs), stride = weight.shape, weight.stride(0)
+    rows = np.empty((outputs, library.quantised_row_bytes(number, padded_inputs(inputs))), np.uint8)
+    library.quantise_rows(number, weight.data_ptr(), TYPES[weight.dtype], stride, inputs, outputs, rows.ctypes.data)
+    return rows
 
 
 class QuantisedMatrix(PanelMatrix):
@@ -177,7 +195,7 @@ class QuantisedMatrix(PanelMatrix):
         self._matrix.factor = factor
         self.prepared_entries = prepared_entries(panels.inputs, dtype)
         self._prepare = np.zeros((1, OPERATION_NUMBERS), np.int64)
-        self._prepare[0, :8] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, panels.inputs
+        self._prepare[0, :8] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, self._padded
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return rows of W, outputs [T] int64, as a new tensor [T, inputs] in the dtype of the rows.
@@ -185,11 +203,11 @@ class QuantisedMatrix(PanelMatrix):
         Raises   IndexError if an output is not one of the matrix
         """
         outputs = outputs.contiguous()
-        result = torch.empty((len(outputs), self.inputs), dtype=self.dtype, device="cpu")
+        result = torch.empty((len(outputs), self._padded), dtype=self.dtype, device="cpu")
         if self._library.decode_quantised_rows(self.address, outputs.data_ptr(), len(outputs), result.data_ptr()):
             raise IndexError(f"outputs are {int(outputs.min())} to {int(outputs.max())}; expected 0 to "
                              f"{self.outputs - 1}")
-        return result
+        return result if self.inputs == self._padded else result[:, : self.inputs].contiguous()
 
     def _prepared(self, x: torch.Tensor, threads: int | None) -> torch.Tensor:
         result = torch.empty((len(x), self.prepared_entries), dtype=self.dtype, device="cpu")
@@ -201,5 +219,5 @@ class QuantisedMatrix(PanelMatrix):
 
 def prepared_entries(inputs: int, dtype: torch.dtype) -> int:
     """Return the number of entries of `dtype` that a prepared row takes, see quantised.h."""
-    word_bytes = 2 * (2 if dtype == torch.float32 else 1)
-    return -(-(inputs * word_bytes + inputs // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize)
+    word_bytes, padded = 2 * (2 if dtype == torch.float32 else 1), padded_inputs(inputs)
+    return -(-(padded * word_bytes + padded // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize)

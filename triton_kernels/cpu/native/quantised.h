@@ -161,14 +161,19 @@ INLINE int32_t sum_of(integers v) {
 #endif
 }
 
-/* Prepare a row of `inputs` numbers. */
-INLINE void prepare_row(const void *x, void *to, int64_t inputs, int type) {
-    PreparedRow row = prepared_row(to, inputs, type);
-    for (int64_t b = 0; b < inputs / BLOCK_INPUTS; b++) {
+/* Prepare a row of `size` numbers, and zeros up to the end of its last block. */
+INLINE void prepare_row(const void *x, void *to, int64_t size, int type) {
+    const int64_t blocks = (size + BLOCK_INPUTS - 1) / BLOCK_INPUTS, whole = size / BLOCK_INPUTS * BLOCK_INPUTS;
+    PreparedRow row = prepared_row(to, blocks * BLOCK_INPUTS, type);
+    float last[BLOCK_INPUTS] = {};
+    if (whole < size) memcpy(last, (const char *)x + whole * bytes_of(type), (size - whole) * bytes_of(type));
+    for (int64_t b = 0; b < blocks; b++) {
         RowBlock *block = (RowBlock *)row.blocks + b;
+        const void *from = b * BLOCK_INPUTS < whole ? (const char *)x + b * BLOCK_INPUTS * bytes_of(type)
+                                                    : (const char *)last;
         words most = {};
         for (int i = 0; i < BLOCK_INPUTS; i += LANES) {
-            words size = (words)load(x, b * BLOCK_INPUTS + i, type) & 0x7fffffff, is_larger = (words)(size > most);
+            words size = (words)load(from, i, type) & 0x7fffffff, is_larger = (words)(size > most);
             most = (size & is_larger) | (most & ~is_larger);
         }
         uint32_t top = most[0];
@@ -186,7 +191,7 @@ INLINE void prepare_row(const void *x, void *to, int64_t inputs, int type) {
         for (int half = 0; half < 2; half++) {
             integers first_sum = {}, second_sum = {};
             for (int i = half * BLOCK_INPUTS / 2; i < (half + 1) * BLOCK_INPUTS / 2; i += LANES) {
-                floats v = load(x, b * BLOCK_INPUTS + i, type) * factor, first = rounded(v);
+                floats v = load(from, i, type) * factor, first = rounded(v);
                 first = -larger(-larger(first, all(-32767.0f)), all(-32767.0f));
                 integers whole = __builtin_convertvector(first, integers);
                 *(shorts *)(row.words[0] + b * BLOCK_INPUTS + i) = __builtin_convertvector(whole, shorts);
@@ -510,4 +515,83 @@ int decode_quantised_rows(const Matrix *m, const int64_t *outputs, int64_t count
                    (char *)to + i * m->inputs * bytes_of(m->type), m->type);
     }
     return 0;
+}
+
+/* ---------------------------------------------------------------- quantising */
+
+/* Nearest half float, ties to even; a larger number is infinite. */
+INLINE uint16_t to_half(float value) {
+    uint32_t bits, size;
+    memcpy(&bits, &value, 4);
+    size = bits & 0x7fffffff;
+    uint32_t sign = bits >> 16 & 0x8000;
+    if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+    if (size < 0x38800000) {                               /* denormal: a multiple of 2^-24 */
+        memcpy(&value, &size, 4);
+        return (uint16_t)(sign | (uint32_t)nearbyintf(value * 0x1p24f));
+    }
+    return (uint16_t)(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+}
+
+/* The levels of a block: nearest, ties to even, within the range. Any levels if the scale is not finite. */
+INLINE void levels_for(const float *weights, float scale, float lowest, float highest, float *levels) {
+    float inverse = scale == 0 ? 0 : 1 / scale;
+    for (int i = 0; i < BLOCK_INPUTS; i++) {
+        float level = weights[i] * inverse;
+        level = level > lowest ? level : lowest;
+        level = level < highest ? level : highest;
+        levels[i] = (level + 0x1.8p23f) - 0x1.8p23f;
+    }
+}
+
+/* Quantise a block of weights for `type`, Q8_0 or Q4_0, as a file has it. Levels of 4 bits have the scale, of five, with
+   the smallest sum of squared errors: the largest weight becomes level -8, or is rounded to it or to -7. */
+static void quantise_block(int type, const float *weights, uint8_t *to) {
+    static const float divisors[] = {-8.0f, -7.5f, -7.0f, -8.5f, -9.0f};
+    float largest = 0, levels[BLOCK_INPUTS], best_levels[BLOCK_INPUTS] = {};
+    for (int i = 0; i < BLOCK_INPUTS; i++)
+        if (!(fabsf(weights[i]) <= fabsf(largest)) && largest == largest) largest = weights[i];
+    if (type == Q8_0) {
+        uint16_t half = to_half(fabsf(largest) / 127.0f);
+        levels_for(weights, from_half(half), -127, 127, levels);
+        memcpy(to, &half, 2);
+        for (int i = 0; i < BLOCK_INPUTS; i++) to[2 + i] = (uint8_t)(int8_t)levels[i];
+        return;
+    }
+    double least = INFINITY;
+    uint16_t best = to_half(largest / divisors[0]);
+    for (int tried = 0; tried < 5; tried++) {
+        uint16_t half = to_half(largest / divisors[tried]);
+        float scale = from_half(half);
+        double errors[4] = {};
+        levels_for(weights, scale, -8, 7, levels);
+        for (int i = 0; i < BLOCK_INPUTS; i += 4)
+            for (int j = 0; j < 4; j++) {
+                double difference = (double)(scale * levels[i + j]) - weights[i + j];
+                errors[j] = fma(difference, difference, errors[j]);
+            }
+        double error = (errors[0] + errors[1]) + (errors[2] + errors[3]);
+        if (error < least) {
+            least = error, best = half;
+            memcpy(best_levels, levels, sizeof levels);
+        }
+    }
+    memcpy(to, &best, 2);
+    for (int i = 0; i < BLOCK_INPUTS / 2; i++)
+        to[2 + i] = (uint8_t)((int)best_levels[i] + 8 + ((int)best_levels[i + 16] + 8) * 16);
+}
+
+/* Quantise `count` rows of weights of a type of vectors.h, `stride` entries apart, to rows of a file of type Q8_0 or
+   Q4_0. Weights after the last input are zero. */
+void quantise_rows(int type, const void *weights, int weight_type, int64_t stride, int64_t inputs, int64_t count,
+                   uint8_t *to) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t first = 0; first < inputs; first += BLOCK_INPUTS) {
+            float block[BLOCK_INPUTS] = {};
+            for (int64_t i = 0; i < BLOCK_INPUTS && first + i < inputs; i++)
+                block[i] = load_one(weights, row * stride + first + i, weight_type);
+            quantise_block(type, block, to);
+            to += quantised_row_bytes(type, BLOCK_INPUTS);
+        }
 }
