@@ -136,11 +136,13 @@ class PrefixCache:
 
     # Publication.
 
-    def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
+    def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool,
+                has_ended: bool = False) -> None:
         """Make the first `num_tokens` tokens of a request, which are computed, reusable by other prompts.
 
         row         block ids of the request in token order, negative for released blocks
         with_rest   also publish a partly filled last block, which must not be written afterwards
+        has_ended   whether to call `ended`
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
         keys = self._keys_of(request, full)
@@ -164,7 +166,7 @@ class PrefixCache:
             chain.append(node)
         if node is not None:
             self.index.drop_empty_root(node)
-        if with_rest and self.ended is not None and chain[:full]:
+        if has_ended and self.ended is not None and chain[:full]:
             self.ended(request, chain[:full])
 
     # Eviction.

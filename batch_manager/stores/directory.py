@@ -28,6 +28,7 @@ SUFFIX, TEMPORARY, LOCK_NAME = ".kv", "tmp-", "lock"
 SECONDS_BETWEEN_TOUCHES = SECONDS_OF_A_TEMPORARY_FILE = 3600
 SECONDS_UNTIL_SETTLED = 2.0                    # a change soon after another may leave the time of a folder as it was
 EMPTIED = 0.9                                  # share of the limit to which files go when it is reached
+UNSEEN = 1 / 64                                # share that is written below that without a look at the whole directory
 
 
 class DirectoryStore:
@@ -47,7 +48,7 @@ class DirectoryStore:
         self._path, self._limit, self._read_only, self._timestamp = Path(path), limit, read_only, timestamp
         self._files: dict[bytes, tuple[int, float]] = {}     # key -> bytes, time of the last use
         self._times: dict[str, tuple[int, float]] = {}       # folder -> time of its change, and when that was seen
-        self._total = 0
+        self._total = self._unseen = 0                       # bytes; and of what was saved since the last look at all
         self._lock = Lock()
         self.num_damaged = self.num_deleted = 0
         try:
@@ -117,6 +118,7 @@ class DirectoryStore:
             self._forget(block.key)
             raise
         self._note(block.key, size, self._timestamp())
+        self._unseen += size
 
     def figures(self) -> Mapping[str, int]:
         return {"Disk Cache Bytes": self._total, "Disk Cache Blocks": len(self._files),
@@ -194,7 +196,7 @@ class DirectoryStore:
                 continue
             self._take_in(folder.name, dict(_listed(folder)))
         for name in self._times.keys() - seen:
-            del self._times[name]
+            self._times.pop(name, None)            # another thread may look as well
             self._take_in(name, {})
 
     def _take_in(self, folder: str, found: dict[bytes, tuple[int, float]]) -> None:
@@ -207,7 +209,13 @@ class DirectoryStore:
                 self._files[key] = size, used_at
 
     def _has_room(self, size: int) -> bool:
-        """Make room for a file of this size. False: another process is doing that, or the limit is too small."""
+        """Make room for a file of this size. False: another process is doing that, or the limit is too small.
+
+        Other processes may have saved files since the last look. None saves more than the share UNSEEN without one.
+        """
+        if self._total + size <= EMPTIED * self._limit and self._unseen + size <= UNSEEN * self._limit:
+            return True
+        self._unseen = 0
         self._scan()
         if self._total + size <= self._limit:
             return True
@@ -219,7 +227,7 @@ class DirectoryStore:
             with self._lock:
                 oldest_first = sorted(self._files, key=lambda key: self._files[key][1])
             for key in oldest_first:
-                if self._total + size <= self._limit * EMPTIED:
+                if self._total + size <= EMPTIED * self._limit:
                     break
                 self._delete(key)
         return self._total + size <= self._limit

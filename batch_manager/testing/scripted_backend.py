@@ -132,13 +132,12 @@ class ScriptedBackend:
         self._queue: deque[ScriptedStep] = deque()
         self._num_operations = 0                                  # device operations done so far
         self._pool = np.full(num_blocks * tokens_per_block, UNWRITTEN, np.int32)
-        self._host_pool = np.full(host_blocks * tokens_per_block, UNWRITTEN, np.int32)
+        self._host = np.zeros(host_blocks * tokens_per_block, HOST_TOKEN)
+        self._host["token"] = UNWRITTEN
         self._pages = np.full(adapter_pages, UNLOADED, np.uint64)  # the word of each adapter page
         self._pages_of: dict[int, tuple[int, ...]] = {}            # slot -> pages of its adapter
-        self._marks, self._host_marks = (np.zeros(len(pool) * bool(adapter_pages), np.uint64)
-                                         for pool in (self._pool, self._host_pool))
+        self._marks = np.zeros(len(self._pool) * bool(adapter_pages), np.uint64)
         self._poisoned = np.zeros((num_blocks, tokens_per_block), bool)    # tokens with non-finite values
-        self._host_poisoned = np.zeros((host_blocks, tokens_per_block), bool)
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
@@ -227,18 +226,14 @@ class ScriptedBackend:
         size = self.info.tokens_per_block
         match operation:
             case BlockCopy():    # copies exactly num_tokens, so that a wrong count is detected
-                here, host = (self._pool, self._poisoned), (self._host_pool, self._host_poisoned)
-                source_tokens, source_poisoned = host if operation.from_host else here
-                tokens, poisoned = host if operation.to_host else here
-                source, destination = operation.source * size, operation.destination * size
-                tokens[destination: destination + operation.num_tokens] = (
-                    source_tokens[source: source + operation.num_tokens])
-                poisoned[operation.destination] = source_poisoned[operation.source]
-                if len(self._pages):
-                    marks = self._host_marks if operation.to_host else self._marks
-                    marks[destination: destination + operation.num_tokens] = (
-                        self._host_marks if operation.from_host else self._marks)[
-                            source: source + operation.num_tokens]
+                here = {"token": self._pool, "mark": self._marks, "poisoned": self._poisoned.reshape(-1)}
+                sources = self._host if operation.from_host else here
+                targets = self._host if operation.to_host else here
+                for name, count in (("token", operation.num_tokens), ("poisoned", size),
+                                    ("mark", operation.num_tokens if len(self._pages) else 0)):
+                    start, to = operation.source * size, operation.destination * size
+                    targets[name][to:to + count] = sources[name][start:start + count]
+                self._any_poisoned |= operation.from_host and bool(self._poisoned[operation.destination].any())
             case BlockClear():
                 self.clear_block(operation.block_id, operation.first_token)
             case AdapterLoad():
@@ -254,9 +249,9 @@ class ScriptedBackend:
         self._any_poisoned = bool(self._poisoned.any())
 
     def host_block(self, host_id: int) -> memoryview:
-        """The tokens of a host block, as bytes."""
+        """The tokens of a host block and what is beside them, as bytes."""
         size = self.info.tokens_per_block
-        return memoryview(self._host_pool[host_id * size:(host_id + 1) * size].view(np.uint8))
+        return memoryview(self._host[host_id * size:(host_id + 1) * size].view(np.uint8))
 
     def fingerprint(self) -> bytes:
         return f"scripted {self.key} {self.window} {self.sink}".encode()
@@ -713,6 +708,7 @@ class _Layout:
     marks: np.ndarray | None = None
 
 
+HOST_TOKEN = np.dtype([("token", np.int32), ("mark", np.uint64), ("poisoned", np.bool_)])
 SLOT_STATE = np.dtype([
     ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("salt", np.uint64),
     ("log_probs", bool), ("top_log_probs", np.int32), ("generation_logits", bool), ("context_logits", bool),

@@ -27,6 +27,7 @@ from batch_manager.requests.adapter_content import read_adapter
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.harness.adapters import random_content, tensors_of
 from tests.harness.client import ArrivingClient
+from tests.harness.store_threads import HeldThreads
 from tests.harness.world import engine_arguments, make_loop
 
 from .features import FEATURES
@@ -38,6 +39,7 @@ MOST_ITERATIONS = 2_000
 PROJECTIONS = 14                         # of a small model: seven in each of two layers
 SECONDS_TO_END = 30                      # for other ranks, after rank 0 has ended
 LOG_PROBS_WITHIN, LOGITS_WITHIN = 2e-4, 2e-3
+MOST_BYTES_ON_DISK = 1 << 30
 HOST_BLOCK_BYTES = 1 << 15               # no block of a small model is larger
 PER_TOKEN = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
 
@@ -49,6 +51,7 @@ class Run:
     trace      the iterations
     records    the statistics
     ahead      numbers of the iterations after which a step was in flight
+    loaded     ids of the requests that waited for blocks from a disk, and got some
     outcomes   request id -> its outcome, see `outcome_of`
     """
 
@@ -56,6 +59,7 @@ class Run:
     trace: list[Any] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     ahead: set[int] = field(default_factory=set)
+    loaded: set[int] = field(default_factory=set)
     outcomes: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[tuple[int, int, int, int]]:
@@ -103,7 +107,7 @@ class Engines:
     """Makes the engines of worlds, and the reference of each request. `folder` gets the checkpoints of small models."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._guided = folder, None
+        self._folder, self._guided, self._num_disks = folder, None, 0
         self._ranks = OtherRanks()
 
     def checkpoint(self, model: str) -> Path:
@@ -134,13 +138,18 @@ class Engines:
             options["logits_post_processor"] = raising_at(2)
         return InferenceRequest(request_id, tensors, **options)
 
-    def make(self, world: World, client: MatrixClient, run: Run) -> Any:
-        """Make the engine of a world. Raises ConfigError if its features are refused together."""
+    def make(self, world: World, client: MatrixClient, run: Run, *, disk: Path | None = None) -> Any:
+        """Make the engine of a world. Raises ConfigError if its features are refused together.
+
+        disk   directory of the prompt cache on disk
+        """
         options = {"max_seq_len": MAX_SEQ_LEN, **world.options}
         if world.most_tokens is not None:
             options["max_num_tokens"] = world.most_tokens
         parts: dict[str, Any] = {"trace": run.trace.append}
         kv = {"tokens_per_block": world.block, **world.kv}
+        if disk is not None:
+            kv |= {"disk_cache_path": disk, "disk_cache_size": MOST_BYTES_ON_DISK}
         if world.is_scripted:
             if world.host_blocks:
                 kv["host_cache_size"] = 1
@@ -151,8 +160,8 @@ class Engines:
                 sink=kv.get("sink_token_length", 0), is_asynchronous="A" in world.letters,
                 on_step=FailingRow(failing).on_step, key=world.seed, adapter_pages=world.adapter_pages)
             kv["tokens_per_block"] = 8
-            return with_adapters(make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
-                                           kv_cache_config=KvCacheConfig(**kv), **options), world)
+            return prepared(make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
+                                      kv_cache_config=KvCacheConfig(**kv), **options), world, run)
         kv |= {"max_tokens": world.num_blocks * world.block, "host_cache_size": world.host_blocks * HOST_BLOCK_BYTES}
         if any(ask.pattern for ask in world.asks):
             parts["logits_post_processor_batched"] = self.guided
@@ -164,16 +173,31 @@ class Engines:
         folder = self.checkpoint(world.model)
         config = self._ranks.start(world, folder, options)
         loop = make_loop(client, model_path=folder, parts=parts, parallel_config=config, **options)
-        return with_adapters(loop, world)
+        return prepared(loop, world, run)
+
+    def fill(self, world: World) -> Path:
+        """Have an engine save prompts of a world in a new directory, half of them without their ends."""
+        self._num_disks += 1
+        disk, run = self._folder / f"disk {self._num_disks}", Run(world)
+        asks = [without_end(ask, world.block) if ask.id % 2 else ask for ask in world.asks]
+        client = MatrixClient([(ask.arrival, self.request(ask, ask.id, world)) for ask in asks], {}, run)
+        loop = self.make(world, client, run, disk=disk)
+        with contextlib.closing(loop.backend):
+            drive(loop, client, {ask.id for ask in asks})
+            while loop.stored is not None and loop.stored.is_saving:
+                loop.stored._threads.turn()
+                loop.step(accept_new=False)
+        return disk
 
     def together(self, world: World) -> Run:
         """Run all requests of a world in one engine. Raises ConfigError if the engine is refused."""
         run, draw = Run(world), Random(world.seed)
-        arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
-        stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
-        client = MatrixClient(arrivals, stops, run)
         try:
-            loop = self.make(world, client, run)
+            disk = self.fill(world) if world.has_disk else None
+            arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
+            stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
+            client = MatrixClient(arrivals, stops, run)
+            loop = self.make(world, client, run, disk=disk)
             with contextlib.closing(loop.backend):
                 drive(loop, client, {ask.id for ask in world.asks}, audited=True)
         finally:
@@ -201,13 +225,32 @@ class Engines:
         return run
 
 
-def with_adapters(loop: Any, world: World) -> Any:
-    """Give an engine its adapters, if the world has any."""
+def without_end(ask: Ask, block: int) -> Ask:
+    """Return a request with the first half of the prompt, and at least a block of it."""
+    length, tensors = min(max(len(ask.prompt) // 2, block) + 1, len(ask.prompt)), dict(ask.tensors)
+    if "input_token_extra_ids" in tensors:
+        tensors["input_token_extra_ids"] = tensors["input_token_extra_ids"][:length]
+    return dataclasses.replace(ask, prompt=ask.prompt[:length], tensors=tensors)
+
+
+def prepared(loop: Any, world: World, run: Run) -> Any:
+    """Give an engine its adapters, if the world has any, and have its store run in its turns, if it has one."""
     if world.adapter_pages:
         modules = loop.backend.info.adapter_modules
         for task_id, rank in FEATURES["L"].ranks.items():
             tensors = tensors_of(random_content(modules, task_id, rank).parts)
             loop.preparing.store.put(task_id, loop.preparing.check(read_adapter(tensors, 1 << 30)), keep=True)
+    if loop.stored is not None:
+        stored = loop.stored
+        stored._threads = HeldThreads(world.seed % 3)
+        take_ready = stored.take_ready
+
+        def noted() -> list[Any]:
+            waiting = stored._waiting
+            ready = take_ready()
+            run.loaded |= {one.admitted.request.request_id for one in waiting if one.load.num_right}
+            return ready
+        stored.take_ready = noted
     return loop
 
 
@@ -258,8 +301,8 @@ def plain_world(world: World) -> World:
     plain.__dict__ |= world.__dict__ | {
         "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
         "most_tokens": None, "host_blocks": 0, "tensor_size": 1, "num_stages": 1,
-        "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2),
-        "kv": {name: value for name, value in world.kv.items() if not name.startswith("enable")},
+        "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2), "has_disk": False,
+        "kv": {name: value for name, value in world.kv.items() if not name.startswith(("enable", "disk"))},
         "options": {name: value for name, value in world.options.items() if name in kept},
         "asks": [dataclasses.replace(ask, fate="") for ask in world.asks]}
     return plain
@@ -270,6 +313,8 @@ def drive(loop: Any, client: MatrixClient, waited_for: set[int], *, audited: boo
     for _ in range(MOST_ITERATIONS):
         loop.step(accept_new=True)
         client.iteration += 1
+        if loop.stored is not None:
+            loop.stored._threads.turn()
         assert loop.failure is None, loop.failure
         if audited:
             audit(loop.kv)

@@ -319,6 +319,33 @@ class PipelineParallel(TensorParallel):
         patch.setattr(Exchange, "receive", lambda self, num_rows: receive(self, num_rows).flip(0))
 
 
+class DiskCache(Feature):
+    """Before the requests run, another engine has saved their prompts in the directory."""
+
+    letter, name, page = "K", "disk cache", "kv-cache.md#a-prompt-cache-on-disk"
+    models = ("llama",)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv |= {"enable_block_reuse": True, "disk_min_tokens": world.block}
+        world.host_blocks = max(world.host_blocks, draw.choice([12, 24]))
+        world.has_disk = True
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.prompt_length = max(ask.prompt_length, draw.choice([1, 2, 3]) * world.block + draw.choice([1, 3]))
+
+    def proof(self, run: "Run") -> set[int]:
+        """The requests that waited for blocks of the directory, and began after them."""
+        begun_later = {request_id for request_id, start, _, end_before in run.chunks() if start > end_before == 0}
+        return run.loaded & begun_later
+
+    def plant(self, patch: Any) -> None:
+        """The contents of a load are in the wrong order."""
+        from batch_manager.stores.directory import DirectoryStore
+
+        load = DirectoryStore.load
+        patch.setattr(DirectoryStore, "load", lambda self, blocks, buffers: load(self, blocks, buffers[::-1]))
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
-    StaticBatching(), TensorParallel(), PipelineParallel())}
+    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache())}

@@ -12,21 +12,22 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALVTY"
+ORDER = "CRPWNBGALVTYK"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V  T  Y
-  C   =  =  =  =  =  =  =  =  =  r  =  =
-  R      =  =  =  -  =  =  =  =  -  =  =
-  P         =  =  =  =  =  =  =  -  =  =
-  W            =  =  =  =  =  =  =  =  =
-  N               =  =  =  =  =  =  =  =
-  B                  =  r  =  =  =  =  =
-  G                     =  =  =  =  =  =
-  A                        =  =  r  =  r
-  L                           =  r  =  =
-  V                              =  r  r
-  T                                 =  =
-  Y                                    =
+      C  R  P  W  N  B  G  A  L  V  T  Y  K
+  C   =  =  =  =  =  =  =  =  =  r  =  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =  =
+  P         =  =  =  =  =  =  =  -  =  =  =
+  W            =  =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =  -
+  B                  =  r  =  =  =  =  =  =
+  G                     =  =  =  =  =  =  =
+  A                        =  =  r  =  r  =
+  L                           =  r  =  =  =
+  V                              =  r  r  -
+  T                                 =  =  r
+  Y                                    =  r
+  K                                      =
 """
 
 
@@ -75,6 +76,14 @@ REASONS: dict[str, Reason] = {
     **dict.fromkeys(("VT", "VY"), Reason("ranks do not pad", says=(
         "TrtGptModelType.V1 is set, and parallel_config has 2 ranks; their steps have the form packed alone; use "
         "InflightFusedBatching"))),
+    "NK": Reason("as with block reuse", off="K", says=(
+        "KvCacheConfig.enable_block_reuse is switched off: with sink tokens every prompt is computed in full")),
+    "BK": Reason("of requests with beams, the blocks of the prompt are saved"),
+    "VK": Reason("as with block reuse", off="K", says=(
+        "KvCacheConfig.enable_block_reuse is switched off: TrtGptModelType.V1 computes every prompt in full")),
+    **dict.fromkeys(("TK", "YK"), Reason("no rank has whole blocks", says=(
+        "disk_cache_path is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
+        "disk_cache_path out"))),
 }
 
 
@@ -110,8 +119,8 @@ PAGE = """\
 # What works together
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
-model and on small models of Llama and Gemma 3; those with several ranks, on Llama, in 2 and 4 processes. This page is
-printed from its table. A cell is a pair, or a feature alone.
+model and on small models of Llama and Gemma 3; those with the disk cache and several ranks, on Llama; ranks are 2 and 4
+processes. This page is printed from its table. A cell is a pair, or a feature alone.
 
 {marks}
 

@@ -15,7 +15,7 @@ from .world import MODELS, SCRIPTED, World
 
 MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
-MIXTURES = [("CRPWBA", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPB", "llama", True),
+MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
             ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.

@@ -82,6 +82,7 @@ class World:
         self.most_tokens: int | None = None
         self.is_tight, self.host_blocks, self.adapter_pages = False, 0, 0
         self.tensor_size = self.num_stages = 1
+        self.has_disk = False
         self.kv: dict[str, Any] = {}
         self.options: dict[str, Any] = {
             "policy": draw.choice(list(SchedulerPolicy)), "max_beam_width": draw.choice([1, 1, 3]),

@@ -10,6 +10,7 @@ from batch_manager.stores.stored_blocks import MOST_FAILURES, REST_S, SECONDS_TO
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.harness.client import Client
 from tests.harness.kv_replay import KEY, Replay
+from tests.harness.store_threads import HeldThreads
 
 SIZE = 4
 PROMPT = list(range(100, 141))                                     # ten full blocks and one token
@@ -54,25 +55,6 @@ class Memory:
         self._begin("close")
 
 
-class Threads:
-    """Runs the jobs of an engine when the test says so, or at once."""
-
-    def __init__(self) -> None:
-        self.jobs, self.waits = [], False
-
-    def submit(self, job):
-        self.jobs.append(job)
-        if not self.waits:
-            self.run()
-
-    def run(self):
-        while self.jobs:
-            self.jobs.pop(0)()
-
-    def close(self):
-        self.run()
-
-
 @pytest.fixture
 def engine(make_world, new_request):
     """engine(store) returns a world with `threads`, `end()` and ask(request_id, prompt) -> computed prompt tokens."""
@@ -83,7 +65,7 @@ def engine(make_world, new_request):
             kv_cache_config=KvCacheConfig(**{"enable_block_reuse": True, "disk_min_tokens": 8, "host_cache_size": 1,
                                              **(kv or {})}),
             parts={"trace": trace.append, **parts}, **options)
-        world.threads = world.loop.stored._threads = Threads()
+        world.threads = world.loop.stored._threads = HeldThreads()
 
         def ask(request_id, prompt, count=5, **request_options):
             del trace[:]
@@ -137,6 +119,18 @@ def test_a_prompt_begins_where_the_store_ends(engine):
     assert fourth.ask(1, PROMPT, cache_salt="a") == fourth.ask(2, PROMPT, input_token_extra_ids=[1] * 41) == 1
     assert fourth.ask(3, PROMPT, return_context_logits=True) == 41
     assert len({block.key for block in store.blocks}) == len(store.blocks)
+
+
+def test_of_a_request_with_beams_the_prompt_is_saved(engine):
+    store = Memory()
+    first = engine(store, max_beam_width=2)
+    first.client.pending.append(first.new_request(1, PROMPT, 5, beam_width=2))
+    first.run()
+    first.end()
+    assert {block.token_ids for block in store.blocks} == {tuple(PROMPT[at:at + SIZE]) for at in range(0, 40, SIZE)}
+    second = engine(store)
+    assert second.ask(1, PROMPT) == 1
+    second.end()
 
 
 @pytest.mark.parametrize("faults, computed, figure", [
