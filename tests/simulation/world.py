@@ -513,9 +513,11 @@ class SimulatedWorld:
             self.check(False, fault)
         self._requests = {request.request_id: request for request in active}
         for request in active if self.swarm.adapters else ():
-            handed = self.handed(request.request_id)
-            if handed is not None and not handed.mark:
-                self.adapters.note_active(request, handed)
+            for open_ in self.history.open.get(request.request_id, ()):
+                if open_.handed.prompt == request.tokens[0][:request.prompt_len]:      # not one that was refused
+                    if not open_.handed.mark:
+                        self.adapters.note_active(request, open_.handed)
+                    break
         self._planned = {*self._requests}
         self.markers.plan(active, inflight, plan)
         for request, behind in zip(active, active[1:]):
@@ -651,7 +653,8 @@ class SimulatedRanks(MemoryRanks):
         self.may_be_lost = False
         self.backends = {rank: ScriptedRank(device.info, partial(device.step_of, rank))
                          for rank in range(1, world.swarm.ranks)}
-        super().__init__(self.backends, monotonic=world.clock.monotonic, on_idle=self._idle)
+        super().__init__(self.backends, monotonic=lambda: world.clock.now,    # an exception for rank 0 strikes not here
+                         on_idle=self._idle)
         self.leader.on_end = lambda drain: world._end("drain")
 
     def _idle(self, seconds: float) -> None:
