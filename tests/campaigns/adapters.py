@@ -7,7 +7,7 @@ pauses, chunks, overlap, block reuse, arrivals. The tokens of each are compared 
 greedy ones with those of transformers with the adapter of peft; see tests/harness/adapter_mixture.py.
 """
 
-import itertools
+import contextlib
 import os
 import random
 import sys
@@ -18,11 +18,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")     # waiting threads sleep; spinning takes minutes on busy cores
 
-from .portions import each_done
+from .portions import run_seeds
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 1_000, "F": 20_000, "C": 200_000}            # requests beside others
-FORMS = ("packed", "compiled", "fixed")                     # the last with an attention in torch, without kernels
+FORMS = ("packed", "compiled", "fixed", "graph")            # the last two with an attention in torch, without kernels
 
 
 def draw_options(draw: random.Random) -> dict:
@@ -47,7 +47,7 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     from tests.harness.adapter_mixture import Mixture
     from tests.models.conftest import make_reference
     from tests.models.test_same_logits_as_transformers import FAMILIES
-    from tests.runtime.bindable_torch import BindableTorchAttention
+    from tests.runtime.bindable_torch import BindableTorchAttention, calling_graphs
 
     torch.set_num_threads(1)
     draw, counts, found = random.Random(seed), Counter(), []
@@ -57,13 +57,14 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     model.save_pretrained(parent)
     mixture = Mixture(model, parent, seed)
     alone = mixture.run_alone()
-    of_forms = {"packed": {"cpu_compile": False}, "compiled": {},
-                "fixed": {"parts": {"attention": BindableTorchAttention}}}
+    bound = {"parts": {"attention": BindableTorchAttention}}
+    of_forms = {"packed": {"cpu_compile": False}, "compiled": {}, "fixed": bound, "graph": bound}
     for form in FORMS:
         options, of_form = draw_options(draw), of_forms[form]
         where = f"seed {seed} (python -m tests.campaigns.adapters {seed}): {case}, {form}, {options}"
         try:
-            tokens, records = mixture.run(arrivals=draw, **options, **of_form)
+            with calling_graphs() if form == "graph" else contextlib.nullcontext():
+                tokens, records = mixture.run(arrivals=draw, **options, **of_form)
         except Exception as error:
             found.append(f"{where}: {type(error).__name__}: {error}")
             continue
@@ -80,19 +81,8 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     return counts, found
 
 
-def run_here(seed: int) -> tuple[Counter, list[str]]:
-    with tempfile.TemporaryDirectory() as parent:
-        return run_seed(seed, Path(parent))
-
-
 def run(options: Options) -> Summary:
-    total, failures, last_seed = Counter(), [], options.first_seed
-    seeds = ((seed,) for seed in itertools.count(options.first_seed))
-    for (seed,), (counts, found) in each_done(run_here, seeds, options,
-                                                   lambda: total["requests"] >= ENOUGH[options.tier]):
-        last_seed = seed
-        total.update(counts)
-        failures += found
+    total, failures, last_seed = run_seeds(run_seed, options, lambda total: total["requests"] >= ENOUGH[options.tier])
     short = [] if total["requests"] >= ENOUGH[options.tier] else [
         f"{total['requests']:,} of {ENOUGH[options.tier]:,} requests"]
     return Summary(f"T21: seeds {options.first_seed}..{last_seed}: " + ", ".join(
@@ -100,7 +90,8 @@ def run(options: Options) -> Summary:
 
 
 def main() -> int:
-    counts, found = run_here(int(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as parent:
+        counts, found = run_seed(int(sys.argv[1]), Path(parent))
     print(*found, ", ".join(f"{count:,} {name}" for name, count in counts.items()), sep="\n")
     return int(bool(found))
 

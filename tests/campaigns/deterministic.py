@@ -9,7 +9,6 @@ request. The two results are a pair. For the reference, the request runs alone, 
 cached blocks. The KV cache of the reference has blocks of 64 tokens, so that a short request is one contiguous block.
 """
 
-import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +32,7 @@ from tests.deterministic.differential import (
     vocab_of,
 )
 
-from .portions import each_done
+from .portions import run_seeds
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}              # pairs
@@ -145,19 +144,8 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
     return counts, found
 
 
-def run_here(seed: int) -> tuple[Counter, list[str]]:
-    with tempfile.TemporaryDirectory() as parent:
-        return run_seed(seed, Path(parent))
-
-
 def run(options: Options) -> Summary:
-    total, failures, last_seed = Counter(), [], options.first_seed
-    seeds = ((seed,) for seed in itertools.count(options.first_seed))
-    for (seed,), (counts, found) in each_done(run_here, seeds, options,
-                                              lambda: total["pairs"] >= ENOUGH[options.tier]):
-        last_seed = seed
-        total.update(counts)
-        failures += found
+    total, failures, last_seed = run_seeds(run_seed, options, lambda total: total["pairs"] >= ENOUGH[options.tier])
     return Summary(f"T3: seeds {options.first_seed}..{last_seed}: " + ", ".join(
         f"{total[name]:,} {name}" for name in ("engines", "pairs", "tokens", "pauses", "different")),
         failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])

@@ -11,7 +11,6 @@ If a stop ends a request early, or a fault in the request's row does, the output
 output in lockstep. Such a request does not count as a pair. A run in which no step was launched ahead counts no pairs.
 """
 
-import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +32,7 @@ from tests.run_ahead.engines import Ahead, Response, Run, run_ahead, run_in_lock
 from tests.run_ahead.late_backend import Faults
 from tests.run_ahead.scenarios import FEATURES, SCRIPTED, RunAheadScenario, draw_scenario
 
-from .portions import each_done
+from .portions import run_seeds
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}                    # pairs
@@ -174,25 +173,14 @@ def joined(responses: list[Response], name: str, width: int) -> bytes:
                     if not response.error and response.tensors[name].shape[-1] % width == 0)
 
 
-def portion(first_seed: int, count: int) -> tuple[Counter, list[str]]:
+def run_quietly(seed: int, parent: Path) -> tuple[Counter, list[str]]:
     logging.getLogger("batch_manager").setLevel(logging.CRITICAL)    # injected faults are logged
-    total, failures = Counter(), []
-    with tempfile.TemporaryDirectory() as parent:
-        for seed in range(first_seed, first_seed + count):
-            counts, found = run_seed(seed, Path(parent))
-            total += counts
-            failures += found
-    return total, failures
+    return run_seed(seed, parent)
 
 
 def run(options: Options) -> Summary:
-    total, failures, last_seed = Counter(), [], options.first_seed
-    portions = ((seed, SEEDS_A_PORTION) for seed in itertools.count(options.first_seed, SEEDS_A_PORTION))
-    for (first_seed, _), (counts, found) in each_done(portion, portions, options,
-                                                      lambda: is_enough(total, options.tier)):
-        last_seed = first_seed + SEEDS_A_PORTION - 1
-        total.update(counts)
-        failures += found
+    total, failures, last_seed = run_seeds(run_quietly, options, lambda total: is_enough(total, options.tier),
+                                           SEEDS_A_PORTION)
     return Summary(summary_line(total, options.first_seed, last_seed), failures, short(total, options.tier),
                    ran_on(total))
 
@@ -227,10 +215,9 @@ def short(total: Counter, tier: str) -> list[str]:
 
 
 def main() -> int:
-    logging.getLogger("batch_manager").setLevel(logging.CRITICAL)
     seed = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as parent:
-        counts, found = run_seed(seed, Path(parent))
+        counts, found = run_quietly(seed, Path(parent))
     print(*found, summary_line(counts, seed, seed), *ran_on(counts), sep="\n")
     return int(bool(found))
 

@@ -1,11 +1,38 @@
-"""An attention in torch that reads its inputs at fixed addresses, so that all forms of a step run without Triton."""
+"""Makes steps at fixed addresses run on a CPU without Triton: an attention in torch, and graphs that call again."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import torch
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
+from batch_manager.runtime import build_backend
 from batch_manager.tools.stub_model import BindableStubAttention
+
+
+class CallingGraph:
+    """A graph that calls the captured function again."""
+
+    device_type = "cpu"
+
+    def __init__(self, device, memory_of=None):
+        self.replay = None
+
+    def capture(self, function):
+        self.replay = function
+
+
+@contextlib.contextmanager
+def calling_graphs() -> Iterator[None]:
+    """Context manager: engines with a `BindableTorchAttention` that are built within it have the form `graph`."""
+    wanted, defaults = build_backend.wanted_forms, build_backend.build_native_backend.__kwdefaults__
+    with (mock.patch.object(build_backend, "wanted_forms", lambda asked: {
+              name: reason for name, reason in wanted(asked).items() if name != "graph"}),
+          mock.patch.dict(defaults, {"graph": CallingGraph})):
+        yield
 
 
 class BindableTorchAttention(BindableStubAttention):

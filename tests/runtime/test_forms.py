@@ -57,7 +57,7 @@ from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, 
 from batch_manager.triton_kernels.device_limits import DeviceLimits
 from tests.harness.adapters import random_content
 
-from .bindable_torch import BindableTorchAttention
+from .bindable_torch import BindableTorchAttention, CallingGraph
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL, CPU, BLOCK, BLOCKS = REPOSITORY / "examples" / "models" / "austen-4m", torch.device("cpu"), 16, 64
@@ -97,16 +97,6 @@ def table():
 TABLE = table()
 
 
-class Again:
-    """A graph that calls the captured function again."""
-
-    def __init__(self, device, memory_of=None):
-        self.replay = None
-
-    def capture(self, function):
-        self.replay = function
-
-
 @pytest.fixture(scope="module")
 def engines():
     """Return name of a form -> an engine with this form and, except in V1, `packed`."""
@@ -124,8 +114,9 @@ def engines():
         parts = make_parts(loaded, BindableTorchAttention(spec, pool), pool, num_slots=4, max_beam_width=2,
                            max_seq_len=64, adapters=port)
         port.bind(LoraPool(port.projections, port.entries, 4, loaded.dtype, CPU), parts.slots)
-        launched = make_forms(Asked(params, CPU, packing.packed, False, graph=Again), {"compiled": "-", "padded": "-"},
-                              parts, loaded, spec, most_rows=2, graph_sizes=frozenset({(8, 64)}))
+        launched = make_forms(Asked(params, CPU, packing.packed, False, graph=CallingGraph),
+                              {"compiled": "-", "padded": "-"}, parts, loaded, spec, most_rows=2,
+                              graph_sizes=frozenset({(8, 64)}))
     patch.undo()
     assert list(launched.steps) == ["graph", "fused", "fixed", "packed"], dict(launched.absent)
     for name, form in zip(launched.steps, launched._forms):
