@@ -87,7 +87,7 @@ class EngineProcess:
             answer = link.first_answer()
             if isinstance(answer, NotStarted):
                 raise answer.error
-            self._info = answer.info
+            self._info, link.health = answer.info, answer.health
             # The engine process counts the blocks: it knows its cache.
             self._admission = make_admission(arguments, parts, answer.limits, lambda _: 0).for_other_threads()
             weakref.finalize(self, link.ask_to_abort).atexit = False
@@ -131,8 +131,7 @@ class EngineProcess:
             return {**health, "engine_process_id": link.process.pid, "seconds_since_heard": 0.0}
         seconds = max(time.monotonic() - received_at, 0.0)
         is_silent = 0 < self._hang_warning_s < seconds
-        return {"state": "RUNNING", "active_requests": 0, "queued_requests": 0, **health,
-                "is_hanging": health.get("is_hanging", False) or is_silent,
+        return {**health, "is_hanging": health["is_hanging"] or is_silent,
                 "engine_process_id": link.process.pid, "seconds_since_heard": seconds}
 
     def load_adapter(self, task_id: int, adapter: str | os.PathLike[str] | Mapping[str, Any]) -> AdapterInfo:
@@ -240,7 +239,7 @@ class Link:
     def merged_health(self) -> dict[str, Any]:
         """Return `health` with the numbers of failures of the callbacks and hooks that ran in this process."""
         health = self.health
-        return {**health, "callback_failures": {**health.get("callback_failures", {}), **self._guard.failures}}
+        return {**health, "callback_failures": {**health["callback_failures"], **self._guard.failures}}
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Have the engine process call a method of its manager, and wait for the result."""
@@ -398,8 +397,7 @@ class Link:
                                       "start a new engine, or send the request to another instance")
             log.error("%s; all open requests end with ENGINE_FAILED", error)
         is_failed = error is not CLOSED
-        self.health = {"active_requests": 0, "queued_requests": 0, **self.health,
-                       "state": "FAILED" if is_failed else "STOPPED", "is_hanging": False}
+        self.health = {**self.health, "state": "FAILED" if is_failed else "STOPPED", "is_hanging": False}
         if is_failed:
             self.health.update(failure=error.response_text(), active_requests=0, queued_requests=0)
         self._switchboard.end(error)

@@ -75,7 +75,7 @@ def main(descriptor: int) -> None:
     except BaseException as error:
         wire.send(NotStarted(_sendable(error)))
         return
-    wire.send(Started(manager.info, manager._loop.limits))
+    wire.send(Started(manager.info, manager.health(), manager._loop.limits))
     manager.wait_until_terminate()
 
 

@@ -73,9 +73,10 @@ class Call(NamedTuple):
 
 
 class Started(NamedTuple):
-    """The engine has started. `info` is GptManager.info, and `limits` are those of its admission."""
+    """The engine has started. The fields are those of GptManager, and the limits of its admission."""
 
     info: EngineInfo
+    health: dict[str, Any]
     limits: Limits
 
 

@@ -1,5 +1,6 @@
 """Every key of a statistics record, with its meaning, unit and time span."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..names import ErrorCode
@@ -26,6 +27,11 @@ class Statistic:
     meaning: str
     schemes: str = "all"
     always: bool = True
+
+
+def optional(*rows: tuple[str, str, str, str]) -> Iterator[Statistic]:
+    """Yield a statistic that may be missing for each row (name, unit, time, meaning)."""
+    return (Statistic(*row, always=False) for row in rows)
 
 
 STATISTICS: tuple[Statistic, ...] = (
@@ -82,10 +88,10 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Callback Time Microseconds", "microseconds", ITERATION, "inside the callbacks"),
     Statistic("Iteration Latency Microseconds", "microseconds", ITERATION, "from the end of get to the record"),
     Statistic("Kernel Dispatch", "text", NOW, "what computes a step: triton, compiled (code on a CPU) or torch"),
-    Statistic("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed", always=False),
-    Statistic("Compute Threads", "threads", NOW, "that compute a step on a CPU", always=False),
-    # With peft_cache_config:
-    *(Statistic(name, unit, time, meaning, always=False) for name, unit, time, meaning in (
+    *optional(
+        ("Captured Graphs", "graphs", NOW, "of steps on a GPU, to be replayed"),
+        ("Compute Threads", "threads", NOW, "that compute a step on a CPU"),
+        # With peft_cache_config:
         ("LoRA Device Pages", "pages", NOW, "for adapters on the device"),
         ("Free LoRA Device Pages", "pages", NOW, "that no running request holds, those of idle adapters included"),
         ("Used LoRA Device Pages", "pages", NOW, "that running requests hold"),
@@ -97,16 +103,14 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Used LoRA Host Cache Bytes", "bytes", NOW, "of those, the ones with adapters"),
         ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
         ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
-        ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"))),
-    # With speculative_config:
-    *(Statistic(name, unit, START, meaning, always=False) for name, unit, meaning in (
-        ("Draft Steps", "sequences", "in steps with drafts of this sequence"),
-        ("Draft Tokens", "tokens", "proposed by the engine"),
-        ("Accepted Draft Tokens", "tokens", "of those, the ones that the model generated"))),
-    Statistic("KV Events", "events", START, "of the prefix cache", always=False),
-    Statistic("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events", always=False),
-    # With a store of blocks; the last three with disk_cache_path:
-    *(Statistic(name, unit, time, meaning, always=False) for name, unit, time, meaning in (
+        ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"),
+        # With speculative_config:
+        ("Draft Steps", "sequences", START, "in steps with drafts of this sequence"),
+        ("Draft Tokens", "tokens", START, "proposed by the engine"),
+        ("Accepted Draft Tokens", "tokens", START, "of those, the ones that the model generated"),
+        ("KV Events", "events", START, "of the prefix cache"),
+        ("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events"),
+        # With a store of blocks; the last three with disk_cache_path:
         ("Store Loads", "loads", START, "of blocks from the store to host blocks"),
         ("Store Loaded Blocks", "blocks", START, "that could be found then"),
         ("Store Failed Loads", "loads", START, "of those, the ones that brought fewer blocks than the store had"),
@@ -115,20 +119,18 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Requests Loading", "requests", NOW, "accepted, waiting for their blocks from the store"),
         ("Disk Cache Bytes", "bytes", NOW, "of all files in the directory, also of other models"),
         ("Disk Cache Blocks", "blocks", NOW, "likewise"),
-        ("Disk Damaged Files", "files", START, "that were not what they should be, and count as missing"))),
-    Statistic("World Size", "ranks", NOW, "that run the model together; absent for one process", always=False),
-    Statistic("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer", always=False),
-    Statistic("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided", always=False),
-    Statistic("Control Time Microseconds", "microseconds", ITERATION,
-              "sending steps to the other ranks, and waiting for their ends", always=False),
-    Statistic("Collective Wait Microseconds", "microseconds", ITERATION,
-              "that rank 0 waited for others inside steps", always=False),
-    Statistic("Slowest Rank", "number", ITERATION, "the last to end the newest step that was read", always=False),
-    Statistic("Refused Rank Differences", "requests", START, "refused: ranks handed over different ones", always=False),
-    *(Statistic(f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`", always=False)
-      for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
-    *(Statistic(f"Errors {code.value}", "responses", START, "final ones with this code", always=False)
-      for code in ErrorCode),
+        ("Disk Damaged Files", "files", START, "that were not what they should be, and count as missing"),
+        ("World Size", "ranks", NOW, "that run the model together; absent for one process"),
+        ("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer"),
+        ("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided"),
+        ("Control Time Microseconds", "microseconds", ITERATION,
+         "sending steps to the other ranks, and waiting for their ends"),
+        ("Collective Wait Microseconds", "microseconds", ITERATION, "that rank 0 waited for others inside steps"),
+        ("Slowest Rank", "number", ITERATION, "the last to end the newest step that was read"),
+        ("Refused Rank Differences", "requests", START, "refused: ranks handed over different ones"),
+        *((f"{form} Steps", "steps", START, f"launched in the form `{form.lower()}`")
+          for form in ("Graph", "Fused", "Fixed", "Compiled", "Packed", "Padded")),
+        *((f"Errors {code.value}", "responses", START, "final ones with this code") for code in ErrorCode)),
     *(Statistic(f"Failed {name} Callbacks", "calls", START, "that raised or returned an unusable value",
                 always=name in ("get", "send", "poll", "stats"))
       for name in ("get", "send", "poll", "stats", "after_responses", "at_end", "kv_events", "trace", "memory_usage",

@@ -89,7 +89,7 @@ def test_the_table_of_routes_is_that_of_the_application():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     routes = [(method, route.path_format.replace("{name}", "NAME")) for route in module.make_app("unused").routes
-              for method in route.methods - {"HEAD"}]
+              if route.name != "refuse_socket" for method in route.methods - {"HEAD"}]
     page = SERVER.with_suffix(".md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `(GET|POST) (/\S*)` \|", page, re.M)) == sorted(routes)
 
@@ -256,6 +256,10 @@ def test_errors_have_openais_shape_and_class(client, server):
         assert answer.status_code == status and answer.headers.get("allow") == ("POST" if status == 405 else None)
         assert re.search("there is no route .*; the routes are POST /v1/completions, .*GET /metrics",
                          answer.json()["error"]["message"])
+    answer = httpx.get(f"{server.url}/v1/responses", headers={           # as the client's responses.connect
+        "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="})
+    assert answer.status_code == 404 and "WebSocket" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and "not JSON" in answer.json()["error"]["message"]
     answer = httpx.post(f"{server.url}/v1/completions", content=b" " * (LARGEST_BODY + 1))

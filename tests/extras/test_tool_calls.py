@@ -5,6 +5,8 @@ tool_call_texts.py makes the outputs. This file runs a few hundred cuttings; mor
     python tests/campaigns/tool_calls.py --cuttings 10000
 """
 
+import ast
+import contextlib
 import json
 import random
 import re
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from batch_manager.errors import InvalidRequestError
 from batch_manager.extras.tool_calls import (
     FORMATS,
     REASONING_FORMATS,
@@ -20,7 +23,7 @@ from batch_manager.extras.tool_calls import (
     reasoning_of_template,
 )
 from batch_manager.extras.tool_calls.formats import with_reasoning
-from batch_manager.extras.tool_calls.grammar import Called, CallGrammar
+from batch_manager.extras.tool_calls.grammar import Called, CallGrammar, CannotForce
 from batch_manager.extras.tool_calls.raw_strings import CannotTranslate, conditions, whole_regex
 from tests.extras import tool_call_texts as texts
 
@@ -106,10 +109,10 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name, special, guide
     class First:                         # of all ways in which a template may write JSON
         choice, random = staticmethod(lambda options: options[0]), staticmethod(lambda: 1)
 
-    is_python = name in ("pythonic", "lfm2")
-    given = {"days": 3} if is_python else {"city": "Bath", "days": 3}
-    kinds = {"city": {"type": "string", "maxLength": 9, "pattern": "^B"}, "days": {"type": "integer"}}
-    tool = {"type": "object", "properties": {key: kinds[key] for key in given}, "required": list(given)}
+    given = {"city": "Bath", "days": 3, "now": True}
+    tool = {"type": "object", "required": list(given), "properties": {
+        "city": {"type": "string", "maxLength": 9, "pattern": "^B"}, "days": {"type": "integer"},
+        "now": {"type": "boolean"}}}
     calls = [("get_weather", given), ("f", {})]
     text = texts.written(name, calls if name != "harmony" else calls[:1], First())
     text = text.replace(', "id": "abcdefghi"', "").removesuffix("<|call|>").replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
@@ -122,6 +125,52 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name, special, guide
     free = guided.lark(CallGrammar(guided.special).lark(FORMATS[name], Called(tools, False), None))
     if name != "harmony":
         assert guided.matches(free, text) and guided.matches(free, "No call.")
+
+
+STRING, FLAG = {"type": "string"}, {"type": "boolean"}
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+        "required": ["next"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("schema, good, bad", [
+    (FLAG, "True|False", "true|1"),
+    ({}, """True|None|"x"|'x'|[1, {'a': None, "b": [True]}]|3.5|[]|{}""", "null|x"),
+    (STRING, r"""'it\'s'|'a"b'|"it's"|''""", "x|'a"),
+    (STRING | {"maxLength": 2}, """"x"|'xy'|''""", "'xyz'"),
+    (STRING | {"pattern": "^a/b$"}, """"a/b"|'a/b'""", "'ab'"),
+    ({"enum": ["it's", None, 3, True, [1, "x"], {"k": None}]}, """"it's"|None|3|True|[1, 'x']|{'k': None}""",
+     "null|4|[1, 2]"),
+    ({"type": "number", "enum": [1, 2.5]}, "1|2.5", "3"),
+    ({"type": ["string", "null"]}, "'x'|None", "null|True"),
+    ({"anyOf": [{"type": "integer", "maximum": 9}, {"type": "null"}]}, "3|None", "null|10"),
+    ({"type": "array", "items": FLAG, "minItems": 1, "maxItems": 2}, "[True]|[True, False]",
+     "[]|[true]|[True, True, True]"),
+    ({"type": "array", "items": FLAG, "maxItems": 1}, "[]|[False]", "[True, True]"),
+    ({"type": "object", "properties": {"x": FLAG, "y": STRING}, "required": ["y"]},
+     """{'y': 'a'}|{"x": True, "y": "a"}""", "{'x': True}|{'x': true, 'y': 'a'}"),
+    ({"type": "object", "additionalProperties": FLAG}, "{}|{'k': True, 'z': False}", "{'k': 3}"),
+    ({"$ref": "#/$defs/node"}, "{'next': {'next': None}}", "{'next': 3}"),
+    ({"allOf": [FLAG]}, "true", "True"),                              # held as JSON, which is read, too
+])
+def test_values_of_a_forced_call_are_literals_of_python(schema, good, bad, guided):
+    tool = {"properties": {"a": schema}, "required": ["a"], "additionalProperties": False, "$defs": {"node": NODE}}
+    held = guided.lark(CallGrammar({}).lark(FORMATS["pythonic"], Called({"f": tool}, True), None))
+    for value in good.split("|"):
+        assert guided.matches(held, f"[f(a={value})]"), value
+        (call,) = called(texts.parsed("pythonic", [f"[f(a={value})]"], {"f": tool}))
+        assert call == ("f", {"a": True if value == "true" else ast.literal_eval(value)})
+    assert not [value for value in bad.split("|") if guided.matches(held, f"[f(a={value})]")]
+
+
+def test_what_is_no_schema_is_refused_as_such(guided):
+    deep = FLAG
+    for _ in range(950):
+        deep = {"type": "array", "items": deep}
+    for wrong in (5, {"a": 5}, {"a": {"enum": 5}}, {"a": {"type": {"x": 1}}}, {"a": deep},
+                  {"a": {"anyOf": 5}}, {"a": {"type": "object", "properties": [1]}}):
+        for name in FORMATS:
+            with contextlib.suppress(CannotForce, InvalidRequestError):     # and not another exception
+                guided.lark(CallGrammar({}).lark(FORMATS[name], Called({"f": {"properties": wrong}}, True), None))
 
 
 def test_patterns_and_formats_of_strings_without_quotes(guided):

@@ -18,8 +18,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from ...aio import AsyncEngine
 from ...config import KvCacheConfig, Parts, TrtGptModelOptionalParams
@@ -220,7 +221,10 @@ async def metrics(request: Request) -> Response:
 async def not_found(request: Request, error: Any) -> Response:
     method, path = request.method, request.url.path[:200]
     why = "nothing is stored here, so it cannot be fetched or changed later; " if path.startswith(OF_STORED) else ""
-    routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path_format}" for route in request.app.routes)
+    if request.headers.get("upgrade", "").lower() == "websocket":     # uvicorn without a library for WebSockets
+        return no_socket(path)
+    routes = ", ".join(f"{' '.join(route.methods - {'HEAD'})} {route.path_format}" for route in request.app.routes
+                       if isinstance(route, Route))
     form = MESSAGES if path.startswith("/v1/messages") else CHATS
     told = OpenAIError(error.status_code, f"there is no route {method} {path}; {why}the routes are {routes}")
     response = json_response(form.error_body(told), told.status, told.headers)
@@ -228,11 +232,23 @@ async def not_found(request: Request, error: Any) -> Response:
     return response
 
 
+async def refuse_socket(socket: WebSocket) -> None:
+    if "websocket.http.response" in socket.scope.get("extensions", ()):
+        await socket.send_denial_response(no_socket(socket.url.path[:200]))
+    else:
+        await socket.close()
+
+
+def no_socket(path: str) -> Response:
+    return error_response(OpenAIError(404, f"{path} is no WebSocket, and there is none here; "
+                                           'POST /v1/responses with "stream": true has the same events'))
+
+
 async def server_error(_: Request, __: Exception) -> Response:
     return error_response(OpenAIError(500, "the server failed; see its log"))
 
 
-ROUTES = [
+ROUTES: list[BaseRoute] = [
     Route("/v1/completions", generation(COMPLETIONS), methods=["POST"]),
     Route("/v1/chat/completions", generation(CHATS), methods=["POST"]),
     Route("/v1/responses", generation(RESPONSES), methods=["POST"]),
@@ -240,6 +256,6 @@ ROUTES = [
     Route("/v1/messages", generation(MESSAGES), methods=["POST"]),
     Route("/v1/messages/count_tokens", count(MESSAGES), methods=["POST"]),
     Route("/v1/models", models), Route("/v1/models/{name:path}", model_of_a_name),
-    Route("/health", health), Route("/metrics", metrics),
+    Route("/health", health), Route("/metrics", metrics), WebSocketRoute("/{path:path}", refuse_socket),
 ]
 HANDLERS: dict[Any, Any] = {404: not_found, 405: not_found, 500: server_error}

@@ -5,6 +5,7 @@ Both may begin with reasoning.
 """
 
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,14 @@ from typing import Any
 
 from .formats import Format, ReasoningFormat, Written
 from .parser import resolved, types_of
+from .python_values import DEFINITIONS, SAYS_NOTHING, PythonValues
 from .raw_strings import HELD, CannotTranslate, conditions
 
 MOST_NAMES_OF_FIELDS = re.compile(r"[^\W\d]\w*")    # a key that every format can write without quotes
 _EMPTY = '""'
 _BLANK = "␣"            # in a text of the table: a blank may stand here
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keywords of a schema that do not restrict a string.
-_SAYS_NOTHING = {"type", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-                 "$comment"}
-_OF_OBJECTS = {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "strict"}
+_OF_OBJECTS = {"properties", "required", "additionalProperties", *DEFINITIONS}
 
 
 class CannotForce(Exception):
@@ -99,15 +98,17 @@ class CallGrammar:
         return f"{one(before)} {more} {self._literal(written.after)}", trigger
 
     def _call(self, rules: "_Rules", written: Written, begin: str, name: str, schema: Any) -> str:
-        head = self._literal(begin.replace("{name}", name))
-        if written.field is None:
-            return f"{head} {rules.json(schema, is_arguments=True)} {self._literal(written.end)}"
-        return f"{head} {self._fields(rules, written, name, schema)} {self._literal(written.end)}"
+        try:
+            arguments = (rules.json(schema, is_arguments=True) if written.field is None
+                         else self._fields(rules, written, name, schema))
+        except (AttributeError, TypeError, ValueError, RecursionError):
+            raise CannotForce(name, "its parameters are not a JSON schema, or are nested too deep") from None
+        return f"{self._literal(begin.replace('{name}', name))} {arguments} {self._literal(written.end)}"
 
     def _fields(self, rules: "_Rules", written: Written, name: str, schema: Any) -> str:
         """Return the grammar of the arguments of a call, field by field, in the order of the schema."""
         root = schema if isinstance(schema, Mapping) else {}
-        if wrong := sorted(root.keys() - _SAYS_NOTHING - _OF_OBJECTS):
+        if wrong := sorted(root.keys() - SAYS_NOTHING - _OF_OBJECTS):
             raise CannotForce(name, f"its parameters have {wrong[0]}, which the format of the model's calls cannot "
                                     "hold")
         properties, required = root.get("properties") or {}, set(root.get("required") or ())
@@ -116,29 +117,17 @@ class CallGrammar:
         if not properties and root.get("additionalProperties") is not False and "properties" not in root:
             raise CannotForce(name, "its parameters name no properties")
         _, after_key, after_value, separator, _ = written.field
-        # The fields from one on, if no field came before, and if one did.
-        first, later = "", ""
-        for key, value in reversed(properties.items()):
+        literals, fields = PythonValues(rules, root), []
+        for key, value in properties.items():
             if not MOST_NAMES_OF_FIELDS.fullmatch(key):
                 raise CannotForce(name, f"its parameter {key!r:.80} has a name that the format of the model's calls "
                                         "cannot hold")
-            body = " ".join((self._literal(written.field[0] + key + after_key),
-                             self._value(rules, written, name, key, value, root), self._literal(after_value)))
-            one = rules.add("field", body)
-            is_needed = key in required
-            if separator:
-                new_later = f"{self._literal(separator)} {one} {later}"
-                new_first = f"{one} {later}"
-                later, first = (
-                    rules.add("later", new_later if is_needed else f"({new_later}) | ({later or _EMPTY})"),
-                    rules.add("first", new_first if is_needed else f"({new_first}) | ({first or _EMPTY})"))
-            else:
-                first = f"{one if is_needed else f'{one}?'} {first}"
-        return first
+            of_value = self._value(rules, written, name, key, value, root) if written.raw else literals.of(value)
+            fields.append((" ".join((self._literal(written.field[0] + key + after_key), of_value,
+                                     self._literal(after_value))), key in required))
+        return rules.fields(fields, separator)
 
     def _value(self, rules: "_Rules", written: Written, tool: str, key: str, schema: Any, root: Mapping) -> str:
-        if not written.raw:
-            return rules.json(_with_definitions(schema, root))
         schema = resolved(schema, root)
         kinds, end = types_of(schema), self._parts(written.raw)
         if kinds and "string" not in kinds:
@@ -148,10 +137,10 @@ class CallGrammar:
             return f"{self._literal(written.quote)} {rules.text_up_to(end)}"
         if isinstance(schema, Mapping) and kinds == {"string"}:
             values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-            if values is not None and not schema.keys() - _SAYS_NOTHING - {"enum", "const"}:
+            if values is not None and not schema.keys() - SAYS_NOTHING - {"enum", "const"}:
                 texts = " | ".join(self._literal(each + written.raw) for each in values)
                 return f"{self._literal(written.quote)} ({texts})"
-            if not schema.keys() - _SAYS_NOTHING - {*HELD} and len(end) == 1:
+            if not schema.keys() - SAYS_NOTHING - {*HELD} and len(end) == 1:
                 try:
                     return f"{self._literal(written.quote)} {rules.held(conditions(schema), end[0])}"
                 except CannotTranslate as error:
@@ -214,6 +203,25 @@ class _Rules:
             self._names[body] = f"{kind}_{len(self._rules)}"
             self._rules.append(f"{self._names[body]}: {body or _EMPTY}")
         return self._names[body]
+
+    def later(self, kind: str) -> tuple[str, Callable[[str], None]]:
+        """Return the name of a rule, and what takes its body."""
+        name, at = f"{kind}_{len(self._rules)}", len(self._rules)
+        self._rules.append("")
+        return name, lambda body: operator.setitem(self._rules, at, f"{name}: {body}")
+
+    def fields(self, fields: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Return the fields in their order. A field is (expression, whether it is needed)."""
+        if not separator:
+            return " ".join(self.add("field", body) + ("" if is_needed else "?") for body, is_needed in fields)
+        first, later = "", ""               # the fields from one on, if no field came before, and if one did
+        for body, is_needed in reversed(fields):
+            one = self.add("field", body)
+            new_later, new_first = f"{json.dumps(separator)} {one} {later}", f"{one} {later}"
+            later, first = (
+                self.add("later", new_later if is_needed else f"({new_later}) | ({later or _EMPTY})"),
+                self.add("first", new_first if is_needed else f"({new_first}) | ({first or _EMPTY})"))
+        return first
 
     def text(self) -> str:
         self._once("TEXT", "TEXT: /(?s:.*)/")
@@ -293,14 +301,14 @@ def is_plain(schema: Any, root: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     alternatives = [schema[name] for name in ("anyOf", "oneOf") if name in schema]
-    if len(alternatives) == 1 and not schema.keys() - _SAYS_NOTHING - {"anyOf"} and "type" not in schema:
+    if len(alternatives) == 1 and not schema.keys() - SAYS_NOTHING - {"anyOf"} and "type" not in schema:
         kinds = [types_of(resolved(each, root)) for each in alternatives[0]]
         return {"string"} in kinds and all(is_plain_of_type(resolved(each, root)) for each in alternatives[0])
     return is_plain_of_type(schema) and ("type" not in schema or "string" in types_of(schema))
 
 
 def is_plain_of_type(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and not schema.keys() - _SAYS_NOTHING
+    return isinstance(schema, Mapping) and not schema.keys() - SAYS_NOTHING
 
 
 def _with_definitions(schema: Any, root: Mapping) -> Any:
