@@ -1,8 +1,9 @@
 """Builds the native backend: loads a checkpoint, plans the memory, and makes the parts and the forms of an engine."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..decoding.slots import SlotState
 from ..errors import ConfigError, DeviceLostError, InsufficientMemoryError, counted, type_name
 from ..handover import AdapterLoad
 from ..models.loading import LoadedModel, load_model, read_spec
+from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.dispatch import use_triton
@@ -28,7 +30,7 @@ from .adapters.pool import LoraPool
 from .adapters.port import LoraPort
 from .block_tables import BlockTables
 from .cache_fingerprint import cache_fingerprint
-from .device.devices import device_name, num_multiprocessors, resolve_device
+from .device.devices import device_name, resolve_device
 from .device.memory import free_memory, release_memory
 from .device.running import (
     CapturedGraph,
@@ -42,25 +44,16 @@ from .device.running import (
     on_stream,
 )
 from .forms.fixed.inputs import can_bind
-from .forms.fixed.shapes import MOST_CONTEXTS, NO_SIZES, graph_rows, mixed_sizes
+from .forms.fixed.shapes import NO_SIZES, mixed_sizes
 from .forms.table import Asked, make_forms, wanted_forms
-from .kv_pool import block_bytes, block_operations, make_host_pool, make_kv_pool
-from .memory_plan import (
-    MemoryPlan,
-    plan_adapter_pages,
-    plan_host_blocks,
-    plan_memory,
-    refuse_too_many_slots,
-    step_bytes,
-)
+from .kv_pool import block_operations, make_host_pool, make_kv_pool
+from .memory_plan import EngineSizes, divide_memory, refuse_too_many_slots
 from .native_backend import NativeBackend
 from .operations import Operations
 from .packing import Divide
 from .parts import DeviceParts
 from .ranks.part import RankPart
 from .thread_count import has_openmp, require_openmp, step_threads
-
-HOST_BLOCKS_OF_A_STORE = 64      # without host_cache_size
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
@@ -87,9 +80,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     max_draft_tokens    most draft tokens of a sequence in a step
     Raises              ConfigError and its subclasses, after freeing all memory
     """
-    device, kv = resolve_device(params.device), params.kv_cache_config
-    if part is not None:
-        device = part.device_among(device)
+    device = resolve_device(params.device) if part is None else part.device_among(resolve_device(params.device))
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
                   1 if part is None else part.place.num_ranks)
     absent = wanted_forms(asked)
@@ -98,119 +89,53 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                           "expected compiled steps on a CPU, whose products alone read quantised weights",
                           "leave quantization out")
     peft = params.peft_cache_config
-    port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic,
-                                                 device)
+    port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
                    part=part)
-    spec = loaded.spec
-    if port is not None and part is not None:
-        for sizes in part.agree("adapter modules", port.sizes()):
-            port.add_sizes(sizes)
-    if port is not None and not port.modules.sizes:
-        raise ConfigError(f"peft_cache_config is set, and the model class is {type_name(loaded.model)}",
-                          "none of its layers is a projection of lora_modules", "leave peft_cache_config out")
-    max_seq_len = spec.max_position_embeddings if params.max_seq_len is None else params.max_seq_len
-    if max_seq_len > spec.max_position_embeddings:
-        raise ConfigError(
-            f"max_seq_len is {max_seq_len:,}",
-            f"the model has positions for {counted(spec.max_position_embeddings, 'token')}",
-            f"set max_seq_len to at most {spec.max_position_embeddings:,} or leave it unset")
-    # max_num_tokens does not limit padded calls. A step that does not fit into memory all the same is bisected.
-    step_tokens = params.max_batch_size * max_seq_len if layout is packing.padded else params.max_num_tokens
-    graph_sizes = NO_SIZES
-    if "graph" not in absent and layout is packing.packed:
-        graph_sizes = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
-    # Blocks are freed by the windows of all layers, also those of other stages.
-    whole = spec if part is None else read_spec(model_path, params.model_implementation)
-    windows, sink = effective_windows([layer.window for layer in whole.attention], kv.max_attention_window,
-                                      kv.sink_token_length, max_seq_len)
-    layers = range(spec.num_layers) if part is None else part.stage.layers_of(whole.num_layers)
-    with_windows = dataclasses.replace(spec, attention=tuple(
-        dataclasses.replace(layer, window=windows[number]) for layer, number in zip(spec.attention, layers)))
-    # Sink tokens exclude block reuse, so there is nothing to evict to the host.
-    one_block = block_bytes(spec, kv.tokens_per_block, loaded.dtype)
-    host_bytes = kv.host_cache_size or (0 if kv.disk_cache_path is None else HOST_BLOCKS_OF_A_STORE * one_block)
-    host_blocks = plan_host_blocks(0 if sink else host_bytes, block_bytes=one_block,
-                                   free_bytes=free_memory(torch.device("cpu")))
-    if part is not None:                                  # each sees the memory that all weights of a machine leave
-        part.agree("weights", None)
-    adapter_bytes, num_pages, reasons = 0, 0, []
-    if port is not None:
-        entries = max(port.entries, 1)                    # a stage may have no projection
-        page_bytes = entries * loaded.dtype.itemsize
-        sharing = part.place.local_size if part is not None and device.type == "cpu" else 1
-        num_pages, reason = plan_adapter_pages(peft, page_bytes=page_bytes, free_bytes=free_memory(device) // sharing,
-                                               num_projections=port.modules.num_module_layers)
-        reasons.append(reason)
-        if part is not None:
-            num_pages, = part.least("adapter pages", num_pages)
-        adapter_bytes = num_pages * page_bytes + port.scratch_bytes(step_tokens)
-    plan = _plan(params, loaded, num_slots, max_beam_width, max_seq_len, step_tokens, host_blocks,
-                 None if "graph" in absent else graph_sizes, adapter_bytes,
-                 1 if part is None else part.place.local_size, 1 + max_draft_tokens)
-    if part is not None:
-        blocks, host_blocks = part.least("KV cache blocks", plan.num_blocks, host_blocks)
-        plan = dataclasses.replace(plan, num_blocks=blocks)
+    sizes = _sizes(params, loaded, layout, num_slots, max_beam_width, max_draft_tokens, "graph" not in absent)
+    windows, sink, spec = _windows(model_path, params, loaded.spec, sizes.max_seq_len, part)
+    memory = divide_memory(params, loaded, sizes, sink, port, part)
     log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
-             f"{loaded.weight_bytes:,}", device_name(device), "; ".join([plan.reason, *reasons]))
+             f"{loaded.weight_bytes:,}", device_name(device), memory.reason)
     refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
 
-    parts, stream = None, make_stream(device)
-    try:
+    stream = make_stream(device)
+    with _described_errors(device, stream, sizes) as made:
         with on_stream(stream), torch.inference_mode():
-            pool = make_kv_pool(spec, plan.num_blocks, kv.tokens_per_block, loaded.dtype, device)
-            host_pool = make_host_pool(spec, host_blocks, kv.tokens_per_block, loaded.dtype, device)
+            block = params.kv_cache_config.tokens_per_block
+            pool = make_kv_pool(spec, memory.num_blocks, block, loaded.dtype, device)
+            host_pool = make_host_pool(spec, memory.host_blocks, block, loaded.dtype, device)
             attention = (attention_factory or make_attention)(
-                with_windows, pool, **({"sink": sink} if sink else {}),
+                spec, pool, **({"sink": sink} if sink else {}),
                 **({"deterministic": True} if params.deterministic else {}))
             stages = tuple(own_stages(num_slots, device)) if own_stages else ()
             num_threads = params.num_threads
-            if params.deterministic and num_threads is None:
-                num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
-            if part is not None and params.num_threads is None and has_openmp():
+            if num_threads is None and part is not None and has_openmp():
                 num_threads = max(torch.get_num_threads() // part.place.local_size, 1)
+            elif num_threads is None and params.deterministic:
+                num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
             parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
-                               max_beam_width=max_beam_width, max_seq_len=max_seq_len, num_threads=num_threads,
+                               max_beam_width=max_beam_width, max_seq_len=sizes.max_seq_len, num_threads=num_threads,
                                is_engine_thread=is_engine_thread, adapters=port, max_draft_tokens=max_draft_tokens)
+            made.append(parts)
             handlers = block_operations(pool, host_pool)
             if port is not None:
-                port.bind(LoraPool(port.projections, entries, num_pages, loaded.dtype, device, peft.max_adapter_size),
-                          parts.slots)
+                port.bind(LoraPool(port.projections, memory.adapter_entries, memory.adapter_pages, loaded.dtype, device,
+                                   port.max_adapter_size), parts.slots)
                 handlers[AdapterLoad] = port.pool.load
         if "compiled" not in absent:
             hold_helpers(parts)                           # helper threads for products, from the warm-up on
         info = partial(make_info, windows=windows, sink_tokens=sink)
         operations, held = Operations(handlers), held_bytes(parts, loaded)
         if part is not None:
-            most_rows = max(step_tokens, params.max_batch_size * max_beam_width)
+            most_rows = max(sizes.step_tokens, params.max_batch_size * max_beam_width)
             return part.make_backend(parts, loaded, operations, absent, info, held, stages, layout, most_rows)
         # The number of threads is set once for all steps, on the loading thread.
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
-            forms = make_forms(asked, absent, parts, loaded, with_windows, graph_sizes=graph_sizes, sink=sink,
-                               most_rows=min(num_slots, params.max_batch_size, step_tokens), own_stages=stages)
+            forms = make_forms(asked, absent, parts, loaded, spec, graph_sizes=sizes.graphs, sink=sink,
+                               most_rows=min(num_slots, params.max_batch_size, sizes.step_tokens), own_stages=stages)
         return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held,
                              partial(cache_fingerprint, model_path, params, loaded, windows, num_threads))
-    except Exception as error:
-        finish_stream(stream)                             # freed memory may be reused at once
-        if parts is not None:
-            release_helpers(parts)
-        release_memory(device)
-        if isinstance(error, DeviceLostError):            # another rank failed, and says why
-            raise
-        # A factory in Parts that ran out of memory comes as a ConfigError.
-        if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
-            raise
-        state = f"{counted(num_slots, 'sequence')} of {counted(max_seq_len, 'token')} and " \
-                f"{counted(max_beam_width, 'beam')}"
-        if isinstance(error, ConfigError) or is_out_of_memory(error):
-            raise InsufficientMemoryError(
-                f"no memory is left for a step and the state of {state}: "
-                + (error.fact if isinstance(error, ConfigError) else first_line(error)),
-                "a step of the largest batch must fit in addition to the weights and the KV cache",
-                "lower max_num_sequences, max_batch_size, max_beam_width, KvCacheConfig.free_gpu_memory_fraction or "
-                "KvCacheConfig.max_tokens") from error
-        raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
-                          "the model must run a step before it serves requests", "see the exception above") from error
 
 
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),
@@ -290,34 +215,74 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
     if compiles_attention and not params.deterministic:           # with `deterministic`, decode attention is not used
         with on_device(device):
             refuse_large_blocks(loaded.spec, tokens_per_block, loaded.dtype, device_name(device))
+    if adapters is not None:
+        for sizes in () if part is None else part.agree("adapter modules", adapters.sizes()):
+            adapters.add_sizes(sizes)
+        if not adapters.modules.sizes:
+            raise ConfigError(f"peft_cache_config is set, and the model class is {type_name(loaded.model)}",
+                              "none of its layers is a projection of lora_modules", "leave peft_cache_config out")
     return loaded
 
 
-def _plan(params: TrtGptModelOptionalParams, loaded: LoadedModel, num_slots: int, max_beam_width: int, max_seq_len: int,
-          step_tokens: int, host_blocks: int, graph_sizes: frozenset[tuple[int, int]] | None, adapter_bytes: int,
-          local_ranks: int, rows_per_sequence: int) -> MemoryPlan:
-    """Return the number of blocks of the KV cache pool, beside the buffers of steps.
+def _sizes(params: TrtGptModelOptionalParams, loaded: LoadedModel, layout: Divide, num_slots: int,
+           max_beam_width: int, max_draft_tokens: int, has_graphs: bool) -> EngineSizes:
+    most = loaded.spec.max_position_embeddings
+    max_seq_len = most if params.max_seq_len is None else params.max_seq_len
+    if max_seq_len > most:
+        raise ConfigError(f"max_seq_len is {max_seq_len:,}", f"the model has positions for {counted(most, 'token')}",
+                          f"set max_seq_len to at most {most:,} or leave it unset")
+    step_tokens = params.max_batch_size * max_seq_len if layout is packing.padded else params.max_num_tokens
+    graphs = NO_SIZES
+    if has_graphs and layout is packing.packed:
+        graphs = mixed_sizes(num_slots, step_tokens, loaded.weight_bytes // loaded.dtype.itemsize)
+    return EngineSizes(num_slots, max_beam_width, max_seq_len, max_draft_tokens, step_tokens, graphs, has_graphs)
 
-    graph_sizes     sizes of the captured steps with contexts; None: no graphs are captured
-    adapter_bytes   bytes of the pages of adapters, and of what a layer computes with them
-    local_ranks     number of ranks on this machine
-    rows_per_sequence   most rows of logits of a sequence without beams in a step
+
+def _windows(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, spec: ModelSpec, max_seq_len: int,
+             part: RankPart | None) -> tuple[Sequence[int | None], int, ModelSpec]:
+    """Return the window of each layer of the whole model, the number of sink tokens, and `spec` with the windows.
+
+    Blocks are freed by the windows of all layers, also those of other stages.
     """
-    spec, device, kv = loaded.spec, loaded.device, params.kv_cache_config
-    one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, loaded.dtype), device.type != "cpu"
-    processors = num_multiprocessors(device) if use_triton(device) else 0
-    set_aside = step_bytes(spec, loaded.dtype, step_tokens,
-                           params.max_batch_size * max(max_beam_width, rows_per_sequence), processors)
-    if graph_sizes is not None:                           # graphs keep the memory of their steps
-        most_rows = graph_rows(num_slots)[-1]
-        set_aside += step_bytes(spec, loaded.dtype, max([most_rows, *map(sum, graph_sizes)]), most_rows + MOST_CONTEXTS,
-                                processors)
-    return plan_memory(
-        kv, block_bytes=one_block,
-        free_bytes=max(free_memory(device) - adapter_bytes - (0 if on_gpu else host_blocks * one_block), 0),
-        step_bytes=set_aside, on_gpu=on_gpu, max_seq_len=max_seq_len,
-        max_num_sequences=None if params.max_num_sequences == -1 else num_slots * max_beam_width,
-        num_ranks=1 if on_gpu else local_ranks)
+    whole, kv = spec if part is None else read_spec(model_path, params.model_implementation), params.kv_cache_config
+    windows, sink = effective_windows([layer.window for layer in whole.attention], kv.max_attention_window,
+                                      kv.sink_token_length, max_seq_len)
+    layers = range(spec.num_layers) if part is None else part.stage.layers_of(whole.num_layers)
+    return windows, sink, dataclasses.replace(spec, attention=tuple(
+        dataclasses.replace(layer, window=windows[number]) for layer, number in zip(spec.attention, layers)))
+
+
+@contextlib.contextmanager
+def _described_errors(device: torch.device, stream: torch.Stream | None, sizes: EngineSizes
+                      ) -> Iterator[list[DeviceParts]]:
+    """Context manager: frees all memory after an error, and raises a ConfigError that says what did not fit or failed.
+
+    The yielded list takes the parts of which helper threads are released.
+    """
+    made: list[DeviceParts] = []
+    try:
+        yield made
+    except Exception as error:
+        finish_stream(stream)                             # freed memory may be reused at once
+        for parts in made:
+            release_helpers(parts)
+        release_memory(device)
+        if isinstance(error, DeviceLostError):            # another rank failed, and says why
+            raise
+        # A factory in Parts that ran out of memory comes as a ConfigError.
+        if isinstance(error, ConfigError) and (type(error) is not ConfigError or not is_out_of_memory(error.__cause__)):
+            raise
+        state = f"{counted(sizes.num_slots, 'sequence')} of {counted(sizes.max_seq_len, 'token')} and " \
+                f"{counted(sizes.max_beam_width, 'beam')}"
+        if isinstance(error, ConfigError) or is_out_of_memory(error):
+            raise InsufficientMemoryError(
+                f"no memory is left for a step and the state of {state}: "
+                + (error.fact if isinstance(error, ConfigError) else first_line(error)),
+                "a step of the largest batch must fit in addition to the weights and the KV cache",
+                "lower max_num_sequences, max_batch_size, max_beam_width, KvCacheConfig.free_gpu_memory_fraction or "
+                "KvCacheConfig.max_tokens") from error
+        raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
+                          "the model must run a step before it serves requests", "see the exception above") from error
 
 
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:

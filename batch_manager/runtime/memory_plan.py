@@ -1,4 +1,6 @@
-"""Computes the number of KV cache blocks from the free memory.
+"""Divides the free memory: the numbers of KV cache blocks, of host blocks, and of pages of adapters.
+
+    The number of KV cache blocks:
 
     If max_tokens is set, the number is ceil(max_tokens / tokens_per_block). If max_tokens is None, the number is
     the smallest of these limits:
@@ -15,16 +17,28 @@
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import KvCacheConfig, PeftCacheConfig
+from ..config import KvCacheConfig, PeftCacheConfig, TrtGptModelOptionalParams
 from ..errors import ConfigError, InsufficientMemoryError, counted
 from ..models.spec import ModelSpec
 from ..triton_kernels.attention_scratch import attention_scratch_bytes
+from ..triton_kernels.dispatch import use_triton
 from ..triton_kernels.sample_scratch import scratch_bytes
+from .device.devices import num_multiprocessors
+from .device.memory import free_memory
+from .forms.fixed.shapes import MOST_CONTEXTS, graph_rows
+from .kv_pool import block_bytes
+
+if TYPE_CHECKING:
+    from ..models.loading import LoadedModel
+    from .adapters.port import LoraPort
+    from .ranks.part import RankPart
 
 DEFAULT_CPU_POOL_BYTES = 2 << 30
+HOST_BLOCKS_OF_A_STORE = 64         # without host_cache_size
 FLOAT32_BYTES = 4
 SLOT_BYTES = 64                    # lower bound of a slot's state on the host, without its block table
 
@@ -45,6 +59,36 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The sizes of an engine's steps and of its state.
+
+    step_tokens   tokens of the largest step. max_num_tokens does not limit padded calls, and a step that does not fit
+                  into memory all the same is bisected
+    graphs        sizes of the captured steps with contexts
+    has_graphs    whether steps may be captured
+    """
+
+    num_slots: int
+    max_beam_width: int
+    max_seq_len: int
+    max_draft_tokens: int
+    step_tokens: int
+    graphs: frozenset[tuple[int, int]]
+    has_graphs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DividedMemory:
+    """What the memory that the weights leave is used for, and the reasons for the log."""
+
+    num_blocks: int
+    host_blocks: int
+    adapter_pages: int
+    adapter_entries: int
+    reason: str
 
 
 def plan_host_blocks(host_cache_size: int, *, block_bytes: int, free_bytes: int) -> int:
@@ -156,6 +200,48 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
         scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(
             rows, spec.num_heads, spec.num_kv_heads, spec.head_size, dtype.itemsize, processors)
     return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
+
+
+def divide_memory(params: TrtGptModelOptionalParams, loaded: "LoadedModel", sizes: EngineSizes, sink: int,
+                   port: "LoraPort | None", part: "RankPart | None") -> DividedMemory:
+    """Divide the free memory among host blocks, pages of adapters, the buffers of steps, and blocks of the KV cache."""
+    spec, device, dtype, kv = loaded.spec, loaded.device, loaded.dtype, params.kv_cache_config
+    one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, dtype), device.type != "cpu"
+    # Sink tokens exclude block reuse, so there is nothing to evict to the host.
+    host_bytes = kv.host_cache_size or (0 if kv.disk_cache_path is None else HOST_BLOCKS_OF_A_STORE * one_block)
+    host_blocks = plan_host_blocks(0 if sink else host_bytes, block_bytes=one_block,
+                                   free_bytes=free_memory(torch.device("cpu")))
+    local_ranks = 1 if part is None else part.place.local_size
+    if part is not None:                                  # each sees the memory that all weights of a machine leave
+        part.agree("weights", None)
+    adapter_bytes, pages, entries, reasons = 0, 0, 0, []
+    if port is not None:
+        entries = max(port.entries, 1)                    # a stage may have no projection
+        pages, reason = plan_adapter_pages(
+            params.peft_cache_config, page_bytes=entries * dtype.itemsize,
+            free_bytes=free_memory(device) // (1 if on_gpu else local_ranks),
+            num_projections=port.modules.num_module_layers)
+        reasons.append(reason)
+        if part is not None:
+            pages, = part.least("adapter pages", pages)
+        adapter_bytes = pages * entries * dtype.itemsize + port.scratch_bytes(sizes.step_tokens)
+    processors = num_multiprocessors(device) if use_triton(device) else 0
+    rows_per_sequence = max(sizes.max_beam_width, 1 + sizes.max_draft_tokens)
+    set_aside = step_bytes(spec, dtype, sizes.step_tokens, params.max_batch_size * rows_per_sequence, processors)
+    if sizes.has_graphs:                                  # graphs keep the memory of their steps
+        most_rows = graph_rows(sizes.num_slots)[-1]
+        set_aside += step_bytes(spec, dtype, max([most_rows, *map(sum, sizes.graphs)]), most_rows + MOST_CONTEXTS,
+                                processors)
+    plan = plan_memory(
+        kv, block_bytes=one_block,
+        free_bytes=max(free_memory(device) - adapter_bytes - (0 if on_gpu else host_blocks * one_block), 0),
+        step_bytes=set_aside, on_gpu=on_gpu, max_seq_len=sizes.max_seq_len,
+        max_num_sequences=None if params.max_num_sequences == -1 else sizes.num_slots * sizes.max_beam_width,
+        num_ranks=1 if on_gpu else local_ranks)
+    num_blocks = plan.num_blocks
+    if part is not None:
+        num_blocks, host_blocks = part.least("KV cache blocks", num_blocks, host_blocks)
+    return DividedMemory(num_blocks, host_blocks, pages, entries, "; ".join([plan.reason, *reasons]))
 
 
 def refuse_too_many_slots(num_slots: int, free_bytes: int) -> None:

@@ -93,7 +93,7 @@ def build(monkeypatch):
     monkeypatch.setattr(build_backend, "use_triton", lambda device: True)
     monkeypatch.setattr(build_backend, "free_memory", lambda device: 2**36)
     monkeypatch.setattr(build_backend, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(build_backend, "plan_memory", plan)
+    monkeypatch.setattr(build_backend, "divide_memory", plan)
     monkeypatch.setattr(device_limits, "device_limits", lambda: H100)
     monkeypatch.setattr(build_backend, "load_model", lambda *given, **options: loaded.append(1) or SimpleNamespace(
         spec=spec_of(256), dtype=torch.float32, device=torch.device("cuda", 0)))

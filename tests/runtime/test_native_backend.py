@@ -22,7 +22,7 @@ from batch_manager.handover import (
 )
 from batch_manager.models.registry import find_model
 from batch_manager.names import ErrorCode
-from batch_manager.runtime import build_backend, native_backend, packing, warm_up
+from batch_manager.runtime import build_backend, memory_plan, native_backend, packing, warm_up
 from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.fixed.shapes import MOST_CONTEXTS
@@ -401,7 +401,8 @@ def test_everything_is_launched_on_the_stream_of_the_backend(checkpoint, monkeyp
 def test_what_kernels_sample_and_attend_in_is_set_aside(checkpoint, monkeypatch):
     set_aside = step_bytes_of(monkeypatch)
     for by_kernels in (False, True):
-        monkeypatch.setattr(build_backend, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
+        for module in (build_backend, memory_plan):
+            monkeypatch.setattr(module, "use_triton", lambda _, by_kernels=by_kernels: by_kernels)
         build(checkpoint, max_batch_size=7).close()
     assert scratch_bytes(7, VOCAB, 4) > 7 * 2048 * 4
     config = checkpoint[1].config
@@ -424,14 +425,14 @@ def test_the_memory_of_the_largest_graph_is_set_aside(checkpoint, monkeypatch, l
         monkeypatch.setattr(table, "make_graph", lambda *given: None)
         build(checkpoint, layout=layout, num_slots=20, max_batch_size=7, max_num_tokens=100).close()
     spec = build_backend.load_model(checkpoint[0], device=torch.device("cpu"), dtype="float32").spec
-    expected = build_backend.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)
+    expected = memory_plan.step_bytes(spec, torch.float32, most_tokens, 24 + MOST_CONTEXTS, processors=0)
     assert set_aside[1] - set_aside[0] == expected > 24 * VOCAB * 4
 
 
 def step_bytes_of(monkeypatch):
     """Return a list to which each engine that is built appends the bytes that it sets aside for steps."""
-    set_aside, plan = [], build_backend.plan_memory
-    monkeypatch.setattr(build_backend, "plan_memory", lambda *args, **facts: (
+    set_aside, plan = [], memory_plan.plan_memory
+    monkeypatch.setattr(memory_plan, "plan_memory", lambda *args, **facts: (
         set_aside.append(facts["step_bytes"]) or plan(*args, **facts)))
     return set_aside
 
