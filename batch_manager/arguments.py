@@ -15,6 +15,7 @@ from .loop.callbacks import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
+from .loop.fetched_items import AlikeItems
 from .names import SchedulerPolicy, TrtGptModelType
 from .option_values import exact_integer, integer_in_words, shown_option
 from .sampling_config import UINT64_MAX
@@ -126,6 +127,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, str]:
 class Callbacks:
     """The callbacks among the arguments of GptManager, which documents them.
 
+    alike        on rank 0 of an engine whose other ranks have callbacks too: what compares the items of get
     may_follow   whether get and send may both be None, on a rank other than 0
 
     Raises ConfigError.
@@ -135,6 +137,7 @@ class Callbacks:
     send_response_cb: SendResponseCallback | None
     poll_stop_signal_cb: PollStopSignalCallback | None = None
     return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None
+    alike: AlikeItems | None = None
     may_follow: InitVar[bool] = False
 
     def __post_init__(self, may_follow: bool) -> None:
@@ -176,8 +179,8 @@ def checked_parts(parts: Any) -> Parts:
 
 
 def by_name(values: "EngineArguments | Callbacks") -> dict[str, Any]:
-    """Return the fields, as keyword arguments of GptManager."""
-    return {member.name: getattr(values, member.name) for member in fields(values)}
+    """Return the fields, as keyword arguments of GptManager, which makes `alike` itself."""
+    return {member.name: getattr(values, member.name) for member in fields(values) if member.name != "alike"}
 
 
 def _check_call(name: str, callback: Callable[..., Any] | None, takes: tuple[str, ...]) -> None:

@@ -75,7 +75,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
         guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end,
-                                   parts.kv_events)
+                                   parts.kv_events, callbacks.alike)
         kv_events, stored, kv = None, None, params.kv_cache_config
         if plan.has_store:
             stored = _make_stored(kv, parts, kv_cache_manager, backend, clock)

@@ -24,7 +24,7 @@ from .parallel.leading import LeadingBackend
 from .parallel.mapping import Place, place_of
 from .parallel.ranks import Leader, Link, in_words
 from .parallel.same_inputs import SameInputs
-from .requests.item_digest import item_digest
+from .requests.item_digest import item_digest, item_fields
 from .seams import ModelBackend
 
 
@@ -72,7 +72,7 @@ def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
         with ranks.starting():
             shared = compare(ranks, arguments, callbacks)
             if isinstance(ranks, Leader):
-                loop = build_loop(arguments, _shared(callbacks, shared, ranks), parts, heartbeat,
+                loop = build_loop(arguments, shared_callbacks(callbacks, shared, ranks), parts, heartbeat,
                                   lambda settled, checked: _leading_backend(settled, checked, meeting))
             else:
                 loop = _build_follower(arguments, callbacks, parts, meeting, heartbeat)
@@ -138,19 +138,19 @@ def compare(ranks: Leader | Link, arguments: EngineArguments, callbacks: Callbac
     return Shared(bool(with_get), any(has_stats for _, has_stats in given[1:]))
 
 
-def _shared(callbacks: Callbacks, shared: Shared, leader: Leader) -> Callbacks:
+def shared_callbacks(callbacks: Callbacks, shared: Shared, leader: Leader) -> Callbacks:
     """Return the callbacks of rank 0, which call those of the other ranks too."""
     if not (shared.requests or shared.stats):
         return callbacks
     get, send, stats = (callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                         callbacks.return_batch_manager_stats_cb)
     assert get is not None and send is not None
-    same = SameInputs(leader, get, send, callbacks.poll_stop_signal_cb, stats, describe=item_digest,
+    same = SameInputs(leader, send, callbacks.poll_stop_signal_cb, stats, digest=item_digest, fields=item_fields,
                       refused=RefusedItem)
     wants_stats = shared.stats or stats is not None
     if not shared.requests:
         return replace(callbacks, return_batch_manager_stats_cb=same.stats)
-    return Callbacks(same.get, same.send, same.poll, same.stats if wants_stats else None)
+    return Callbacks(get, same.send, same.poll, same.stats if wants_stats else None, same)
 
 
 def _leading_backend(arguments: EngineArguments, parts: Parts, meeting: Meeting) -> LeadingBackend:

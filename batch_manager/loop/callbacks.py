@@ -19,7 +19,7 @@ from ..kv_events import KvEvent
 from ..names import ErrorCode
 from ..requests.inference_request import InferenceRequest
 from ..responses.named_tensor import NamedTensor
-from .fetched_items import FetchedItems
+from .fetched_items import AlikeItems, FetchedItems
 from .unanswered import UnansweredItems
 
 NO_IDS: tuple[type, ...] = (int, bool, float, str, bytes)
@@ -60,6 +60,7 @@ class GuardedCallbacks:
         after_responses: AfterResponsesHook | None = None,
         at_end: AtEndHook | None = None,
         kv_events: KvEventsHook | None = None,
+        alike: AlikeItems | None = None,
     ) -> None:
         self._send, self._poll, self._stats = send_response, poll_stop_signal, return_stats
         self._in_send, self._in_poll, self._in_stats = map(guard.containing, ("send", "poll", "stats"))
@@ -73,7 +74,7 @@ class GuardedCallbacks:
         self.guard = guard
         self.unanswered = UnansweredItems()
         self.fetched = FetchedItems(get_inference_requests, guard, self.unanswered.undecided,
-                                    max_admissions_per_iteration)
+                                    max_admissions_per_iteration, alike)
         guard.failures.update({"get": 0, "send": 0, "poll": 0, "stats": 0})
 
     @property

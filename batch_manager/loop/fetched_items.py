@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from inspect import getattr_static
 from itertools import islice
 from operator import length_hint
-from typing import Any
+from typing import Any, Protocol
 
 from ..contained_log import RateLimitedLog
 from ..errors import BatchManagerError
@@ -28,6 +28,18 @@ class RefusedItem:
     error: BatchManagerError
 
 
+class AlikeItems(Protocol):
+    """Makes sure that several ranks are handed the same items; see parallel.same_inputs, which implements it."""
+
+    def begin(self, max_num_requests: int) -> bool:
+        """Called before get. Returns whether to call it."""
+        ...
+
+    def keep_alike(self, items: deque[Any]) -> None:
+        """Replace each item that is not the same on every rank. Called after get, also if get raised."""
+        ...
+
+
 class FetchedItems:
     """Items that the get callback returned and that no iteration has decided yet, oldest first.
 
@@ -44,16 +56,18 @@ class FetchedItems:
     back_off   the time without calls after a failure of the get callback or of reading its result
     """
 
-    def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any], most_unsized: int) -> None:
+    def __init__(self, get: Callable[[int], Any], guard: Guard, undecided: list[Any], most_unsized: int,
+                 alike: AlikeItems | None = None) -> None:
         """
         get            the get callback
         undecided      list to which `read_next` appends the item that it takes
         most_unsized   number of items that an object without a length may have
+        alike          with callbacks on several ranks: what compares the items
         """
         self._get, self._guard = get, guard
         self.back_off = BackOff(guard)
         self.in_get = guard.containing("get", on_failure=self.back_off.grow)
-        self._undecided, self._most_unsized = undecided, most_unsized
+        self._undecided, self._most_unsized, self._alike = undecided, most_unsized, alike
         self._log = RateLimitedLog(lambda: guard.monotonic())
         self._returned: list[Any] = []                 # what get returned, until it is read
         self._reading: list[Iterator[Any]] = []        # its iterator: a second reading continues the first
@@ -68,6 +82,9 @@ class FetchedItems:
         back_off, returned = self.back_off, self._returned
         if self._unread or returned or (back_off.seconds and not back_off.is_over):
             return
+        alike = self._alike
+        if alike is not None and not alike.begin(max_num_requests):
+            return
         with self.in_get:
             returned.extend(map(self._get, (max_num_requests,)))
         if returned:
@@ -76,6 +93,8 @@ class FetchedItems:
                 del returned[0]
             else:
                 self._read()
+        if alike is not None:
+            alike.keep_alike(self._unread)
 
     def read_next(self) -> bool:
         """Move the oldest item to `undecided`. Returns False if there is no item."""

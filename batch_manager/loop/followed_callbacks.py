@@ -1,11 +1,13 @@
 """The callbacks of another rank than 0, which are called when rank 0 asks for it; see parallel/same_inputs.py."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import BatchManagerError, InvalidRequestError
 from ..names import ErrorCode
-from ..requests.item_digest import item_digest
+from ..requests.admission import usable_id
+from ..requests.item_digest import item_digest, item_fields
 from ..responses.named_tensor import NamedTensor
 from .callbacks import GuardedCallbacks
 from .unanswered import Refusal
@@ -26,49 +28,69 @@ class FollowedCallbacks:
         self.guarded = guarded
         self._unanswered = guarded.unanswered
         self._answer, self._to_tensor, self._terminate_req_id = answer, to_tensor, terminate_req_id
-        self._handed: list[int | None] = []            # ids of the items without a verdict
+        self._handed: deque[tuple[int | None, Any]] = deque()      # id and item, without a verdict
         self._again: list[int] = []                    # one for each accepted item beyond the first of a live id
 
     def take(self, value: tuple[Any, ...]) -> None:
         """Do what an ASK frame says. Raises TypeError, ValueError or KeyError for a frame of another form."""
         kind, *content = value
         actions: dict[str, Callable[..., None]] = {
-            "get": self._get, "verdict": self._verdict, "responses": self._respond, "poll": self._poll,
-            "stats": self._stats}
+            "get": self._get, "fields": self._describe, "verdict": self._verdict, "responses": self._respond,
+            "poll": self._poll, "stats": self._stats}
         actions[kind](*content)
 
     def fail(self, error: BatchManagerError) -> None:
         """Answer every item of this rank that has no final response."""
         text, unanswered = error.response_text(), self._unanswered
-        for request_id in self._handed:
-            self._refuse(request_id, text)
-        self._handed = []
+        while self._handed or self._read_next():
+            self._refuse(text)
+        while unanswered.refusals:                     # an exception in the worker has interrupted a refusal
+            self.guarded.send_refusal(text, ErrorCode.of(text)[0])
         for request_id in [*self._again, *unanswered.alive]:
             self._send_final(request_id, [], text)
         self.guarded.after_responses()
 
     def _get(self, max_num_requests: int) -> None:
-        fetched, undecided = self.guarded.fetched, self._unanswered.undecided
+        fetched = self.guarded.fetched
         fetched.back_off.seconds = 0.0                 # rank 0 has waited already
         fetched.ask(max_num_requests)
         described = []
-        while fetched.read_next():
-            described.append(item_digest(undecided[0]))
-            del undecided[0]
-        self._handed = [request_id for request_id, _ in described]
+        while self._read_next():
+            described.append(item_digest(self._handed[-1][1]))
         self._answer(("items", tuple(described)))
 
+    def _read_next(self) -> bool:
+        """Move the oldest item that get returned to those without a verdict. Returns False if there is none.
+
+        No exception in the worker can lose the item, see unanswered.py.
+        """
+        undecided = self._unanswered.undecided
+        if not undecided and not self.guarded.fetched.read_next():
+            return False
+        handed = (usable_id(undecided[0]), undecided[0]),
+        self._handed += handed
+        del undecided[0]
+        return True
+
+    def _describe(self, indices: tuple[int, ...]) -> None:
+        self._answer(("fields", tuple([item_fields(self._handed[index][1]) for index in indices])))
+
     def _verdict(self, refusals: tuple[tuple[int, str], ...]) -> None:
-        handed, self._handed, refused = self._handed, [], dict(refusals)
-        for index, request_id in enumerate(handed):
+        refused, unanswered = dict(refusals), self._unanswered
+        for index in range(len(self._handed)):
+            request_id = self._handed[0][0]
             if index in refused:
-                self._refuse(request_id, refused[index])
-            elif request_id is not None and request_id != self._terminate_req_id:
-                self._unanswered.num_accepted += 1
-                if request_id in self._unanswered.alive:
-                    self._again.append(request_id)
-                else:
-                    self._unanswered.alive[request_id] = None
+                self._refuse(refused[index])
+            elif request_id is None or request_id == self._terminate_req_id:
+                del self._handed[0]
+            elif request_id in unanswered.alive:
+                unanswered.num_accepted += 1
+                self._again += (request_id,)
+                del self._handed[0]
+            else:
+                unanswered.num_accepted += 1
+                unanswered.alive[request_id] = None
+                del self._handed[0]
         self.guarded.after_responses()
 
     def _respond(self, responses: tuple[Any, ...]) -> None:
@@ -91,11 +113,17 @@ class FollowedCallbacks:
         elif request_id in self._unanswered.alive:
             self.guarded.send_final(request_id, tensors, error, code)
 
-    def _refuse(self, request_id: int | None, text: str) -> None:
-        if request_id is not None and request_id != self._terminate_req_id:
-            self._unanswered.num_refused += 1
-            self._unanswered.refusals.append(Refusal(request_id, InvalidRequestError(text, "")))
-            self.guarded.send_refusal(text, ErrorCode.of(text)[0])
+    def _refuse(self, text: str) -> None:
+        """Refuse the oldest item without a verdict."""
+        request_id, unanswered = self._handed[0][0], self._unanswered
+        if request_id is None or request_id == self._terminate_req_id:
+            del self._handed[0]
+            return
+        refusals = Refusal(request_id, InvalidRequestError(text, "")),
+        unanswered.num_refused += 1
+        unanswered.refusals += refusals
+        del self._handed[0]
+        self.guarded.send_refusal(text, ErrorCode.of(text)[0])
 
     def _poll(self) -> None:
         self.guarded.poll_stops()

@@ -130,12 +130,9 @@ class Ranks:
         given = [dict(of_rank) for of_rank in self.exchange(phase, tuple(values.items()))]
         facts: dict[str, str] = {}
         for name in sorted(set().union(*given)):
-            by_value: dict[Any, list[int]] = {}
-            for rank, of_rank in enumerate(given):
-                by_value.setdefault(of_rank.get(name), []).append(rank)
-            if len(by_value) > 1 and name.rpartition(".")[0] not in facts:
-                facts[name] = f"{name} is " + " and ".join(
-                    f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
+            found = differing({rank: of_rank.get(name) for rank, of_rank in enumerate(given)})
+            if found and name.rpartition(".")[0] not in facts:
+                facts[name] = f"{name} is {found}"
         if facts:
             self._failure = ConfigError(               # every rank finds it by itself
                 "; ".join(list(facts.values())[:MOST_DIFFERENCES]), "expected the same on every rank", way_out)
@@ -509,6 +506,16 @@ class Link(Ranks):
 def in_words(ranks: Collection[int]) -> str:
     """Return "rank 2", or "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def differing(values: Mapping[int, Any]) -> str:
+    """Return "0.5 on rank 0 and 0.7 on ranks 1, 2", or "" if the values of all ranks are the same."""
+    by_value: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) == 1:
+        return ""
+    return " and ".join(f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
 
 
 def _start_failed(reason: str) -> ConfigError:

@@ -10,6 +10,7 @@ from batch_manager.decoding.position_ring import COLUMNS
 from batch_manager.errors import BatchManagerError, DeviceLostError
 from batch_manager.guard import Guard
 from batch_manager.handover import BlockCopy, ScheduledBatch, StepOutput
+from batch_manager.loop.followed_callbacks import FollowedCallbacks
 from batch_manager.loop.follower import Follower
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.parallel.channel import Channel, MemoryTransport
@@ -31,8 +32,12 @@ class MemoryRanks:
     """
 
     def __init__(self, backends: Mapping[int, Any], *, monotonic: Callable[[], float] = lambda: 0.0,
-                 on_idle: Callable[[float], None] = lambda seconds: None) -> None:
-        """backends   rank -> backend, for every rank but 0"""
+                 on_idle: Callable[[float], None] = lambda seconds: None,
+                 followed: Callable[[int, Link, Guard], FollowedCallbacks | None] = lambda *rank: None) -> None:
+        """
+        backends   rank -> backend, for every rank but 0
+        followed   (rank, link, guard) -> the callbacks of a rank
+        """
         self.on_idle, self.stopped, self.late = on_idle, set(), {}
         self._idle_waits: Counter[int] = Counter()     # by the number of steps begun
         self.transports: dict[int, tuple[MemoryTransport, MemoryTransport]] = {
@@ -49,7 +54,8 @@ class MemoryRanks:
             channel.trust()
             link = Link(rank, len(backends) + 1, channel, lambda seconds, ranks: ranks, RANK_TIMEOUT_S)
             link.is_starting = False
-            self.followers[rank] = Follower(link, backend, Guard(monotonic))
+            guard = Guard(monotonic)
+            self.followers[rank] = Follower(link, backend, guard, callbacks=followed(rank, link, guard))
 
     def run(self) -> bool:
         """Give each follower turns until nobody has anything to do. Returns whether anybody had."""

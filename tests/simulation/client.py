@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from batch_manager.arguments import Callbacks
+from batch_manager.build_rank import Shared, shared_callbacks
 from batch_manager.names import FinishReason
 from batch_manager.requests.inference_request import InferenceRequest
 from batch_manager.responses.perf_metrics import PERF_TENSORS, PerfMetrics
@@ -21,6 +23,7 @@ from tests.harness.client import Client
 
 from .faults import Place
 from .history import Handed, Other, Polled, Sent
+from .rank_clients import OF_COMPARISON, heard
 from .requests import Requests
 from .swarm import TERMINATE_ID
 
@@ -58,6 +61,8 @@ class SimulatedClient(Client):
 
     again      ids of requests that the next get returns
     failures   callback -> number of failed calls; the engine must count the same number
+    heard      the responses that every rank must have, if other ranks have callbacks
+    calls_with_a_difference   calls of get, counted from 1, in which another rank was handed other items
     read       (item, record, whether get returned this item alone) of the items that the engine has read and not taken
                up, oldest first
     """
@@ -84,6 +89,16 @@ class SimulatedClient(Client):
         self.not_told = 0                                # responses since after_responses was called
         self.endings = 0                                 # calls of at_end
         self.asked_to_terminate = False
+        self.heard: list[tuple] = []
+        self.calls_with_a_difference: set[int] = set()
+        self.num_polls = 0
+
+    def callbacks(self) -> dict[str, Callable | None]:
+        given, swarm = super().callbacks(), self.swarm
+        if not swarm.rank_callbacks:
+            return given
+        shared = shared_callbacks(Callbacks(**given), Shared(True, swarm.has_stats), self.world.ranks.leader)
+        return {name: getattr(shared, name) for name in (*given, "alike")}
 
     # callbacks and hooks
 
@@ -108,6 +123,8 @@ class SimulatedClient(Client):
 
     def received(self, request_id: int, tensors: list, final: bool, error: str) -> None:
         self.not_told += 1
+        if self.swarm.rank_callbacks and OF_COMPARISON not in error:
+            self.heard.append(heard(request_id, tensors, final, error))
         self.world.check(not self.endings, "I31: a response behind at_end")
         sent, response = self._read(request_id, tensors, final, error)
         self.world.note_sent(sent)
@@ -124,6 +141,7 @@ class SimulatedClient(Client):
 
     def named_stops(self) -> Any:
         world, rng = self.world, self.rng
+        self.num_polls += 1
         fault = self.faults.draw(Place.STOP)
         if self.means_to_stop_the_reused and self.reused_this_turn:
             self.means_to_stop_the_reused = False

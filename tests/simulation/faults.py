@@ -19,6 +19,7 @@ class Place(Enum):
     ALLOCATOR = "allocator"
     CLOCK = "clock"
     RANK = "rank"
+    INPUTS = "inputs"
     ADAPTER = "adapter"
     LIFE = "life"
 
@@ -102,6 +103,12 @@ MENU: dict[str, Fault] = _menu(
     (Place.RANK, "twice", "a frame comes twice"),
     (Place.RANK, "cut", "a frame ends in the middle, and then the connection"),
 
+    (Place.INPUTS, "missing", "another rank is not handed an item"),
+    (Place.INPUTS, "more", "another rank is handed an item of its own"),
+    (Place.INPUTS, "another", "another rank is handed another item under an id"),
+    (Place.INPUTS, "reordered", "another rank is handed two items in the other order"),
+    (Place.INPUTS, "raises", "a callback of another rank raises"),
+
     (Place.ADAPTER, "forgotten", "an id is forgotten, and then stands for other content", "adapters"),
     (Place.ADAPTER, "other_content", "an id comes with other content while it is cached", "adapters"),
     (Place.ADAPTER, "check_late", "the check of an adapter takes another turn", "adapters"),
@@ -115,7 +122,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 62
+assert len(MENU) == 67
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

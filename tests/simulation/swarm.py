@@ -59,6 +59,7 @@ class Swarm:
     adapter_pages, adapter_bytes   pages of the device for adapters, and bytes of the host cache
     late_ranks   with several ranks: None, or those that begin a step with rank 0, when it is read, as those of the last
                  of several stages do
+    rank_callbacks   whether every rank has callbacks
     faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of each event that ends the run, such as a drain
@@ -98,6 +99,7 @@ class Swarm:
     is_asynchronous: bool = False
     ranks: int = 1
     late_ranks: tuple[int, ...] | None = None
+    rank_callbacks: bool = False
     adapters: int = 0
     adapter_pages: int = 0
     adapter_bytes: int = 0
@@ -172,7 +174,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
                 and fault.place is not Place.ADAPTER]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
     faults = tuple(fault.name for fault in possible
-                   if fault.place not in (Place.LIFE, Place.RANK) and rng.random() < share)
+                   if fault.place not in (Place.LIFE, Place.RANK, Place.INPUTS) and rng.random() < share)
     endings = _endings(rng, iterations, share)
     if "allocator.smallest_pool" in faults:
         num_blocks = max(tightest, 2)
@@ -188,6 +190,9 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     late_ranks = None
     if ranks > 1 and rank_rng.random() < 0.5:          # several stages, and so several micro-batches
         overlap, late_ranks = True, tuple([rank for rank in range(1, ranks) if rank_rng.random() < 0.5])
+    rank_callbacks = ranks > 1 and rank_rng.random() < 0.5
+    if rank_callbacks:
+        rank_faults += [fault.name for fault in menu_of(Place.INPUTS) if rank_rng.random() < 0.4]
     adapter_rng = Random(f"adapters {seed}")
     adapters, adapter_pages, adapter_bytes, adapted = _adapters(adapter_rng, features, static or ranks > 1)
     if adapters:
@@ -225,6 +230,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         faults=(*faults, *rank_faults),
         ranks=ranks,
         late_ranks=late_ranks,
+        rank_callbacks=rank_callbacks,
         fault_rate=rng.choice([0.005, 0.02, 0.08]),
         endings=endings,
         max_beam_width=max_beam_width,

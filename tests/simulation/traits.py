@@ -14,6 +14,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
     yield "chunking", "off" if swarm.chunking is None else swarm.chunking.name
     yield "micro-batches in flight", str(swarm.depth)
     yield "ranks", str(swarm.ranks)
+    yield "callbacks on every rank", str(swarm.rank_callbacks)
     yield "steps begin on rank 0", "at the launch" if swarm.late_ranks is None else "when they are read"
     yield "tokens per block", str(swarm.tokens_per_block)
     yield "blocks", within(swarm.num_blocks, 2, 4, 16, 64, 256, 512)

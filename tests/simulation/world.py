@@ -17,10 +17,13 @@ from random import Random
 
 from batch_manager.config import KvCacheConfig, PeftCacheConfig
 from batch_manager.errors import BatchManagerError
+from batch_manager.guard import Guard
 from batch_manager.handover import ScheduledBatch
 from batch_manager.kv.block_pool import OutOfBlocksError
+from batch_manager.loop.followed_callbacks import FollowedCallbacks
 from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
 from batch_manager.parallel.leading import LeadingBackend
+from batch_manager.parallel.ranks import Link
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.capacity import STARVED_PLANS
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
@@ -41,6 +44,7 @@ from .faults import Faults, Place
 from .first_in_line import FirstInLine
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
 from .markers import Markers
+from .rank_clients import RankClient
 from .swarm import TERMINATE_ID, Swarm
 
 STEP_S, IDLE_S = 0.02, 0.0048
@@ -306,6 +310,9 @@ class SimulatedWorld:
                    f"I31: {client.not_told} responses without after_responses, {client.endings} calls of at_end")
         if self.ranks is not None:
             self.check(self.ranks.all_ended(), "C14: another rank has not ended")
+            for rank, of_rank in self.ranks.clients.items():
+                if rank not in self.ranks.stopped and not self.result.violations:
+                    of_rank.judge(self.ranks.followers[rank]._guard.failures, not self._engine_may_fail)
         client.judge_what_was_kept()
         client.over = "the run has ended"
 
@@ -653,9 +660,13 @@ class SimulatedRanks(MemoryRanks):
         self.may_be_lost = False
         self.backends = {rank: ScriptedRank(device.info, partial(device.step_of, rank))
                          for rank in range(1, world.swarm.ranks)}
+        self.clients = {rank: RankClient(world, rank) for rank in self.backends if world.swarm.rank_callbacks}
         super().__init__(self.backends, monotonic=lambda: world.clock.now,    # an exception for rank 0 strikes not here
-                         on_idle=self._idle)
+                         on_idle=self._idle, followed=self._followed)
         self.leader.on_end = lambda drain: world._end("drain")
+
+    def _followed(self, rank: int, link: Link, guard: Guard) -> FollowedCallbacks | None:
+        return self.clients[rank].followed(link, guard) if self.clients else None
 
     def _idle(self, seconds: float) -> None:
         self._world.clock.now += seconds

@@ -153,6 +153,7 @@ BROAD_EXCEPTS = {
     "batch_manager/worker.py": (1, "whatever ends the loop"),
     "batch_manager/loading_thread.py": (1, "handed to the thread that waits"),
     "batch_manager/parallel/leading.py": (1, "of a step that begins while another is read; kept for its reading"),
+    "batch_manager/requests/item_digest.py": (2, "tensors of any kind, whose own code may raise"),
     "batch_manager/requests/admission.py": (1, "one attribute of an item of any kind; the id it may have"),
     "batch_manager/loop/callbacks.py": (1, "a stop signal that is no integer, inside a block"),
     "batch_manager/loop/generation_loop.py": (1, "giving back at the end must not cost the finals"),
