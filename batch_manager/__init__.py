@@ -27,6 +27,7 @@ _PUBLIC = {
     "ParallelConfig": "config",
     "PeftCacheConfig": "config",
     "SpeculativeConfig": "config",
+    "KvTransferConfig": "config",
     "KvEvent": "kv_events",
     "KvBlock": "kv_events",
     "kv_block_hashes": "kv_events",
@@ -37,6 +38,8 @@ _PUBLIC = {
     "ContextChunkingPolicy": "names",
     "LlmRequestState": "names",
     "FinishReason": "names",
+    "RequestType": "names",
+    "ContextPhaseParams": "requests.context_phase",
 
     # errors
     "ErrorCode": "names",
@@ -130,6 +133,7 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .attention.interface import Attention as Attention
     from .attention.interface import LayerAttention as LayerAttention
     from .config import KvCacheConfig as KvCacheConfig
+    from .config import KvTransferConfig as KvTransferConfig
     from .config import Limits as Limits
     from .config import ParallelConfig as ParallelConfig
     from .config import Parts as Parts
@@ -181,8 +185,10 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .names import ErrorCode as ErrorCode
     from .names import FinishReason as FinishReason
     from .names import LlmRequestState as LlmRequestState
+    from .names import RequestType as RequestType
     from .names import SchedulerPolicy as SchedulerPolicy
     from .names import TrtGptModelType as TrtGptModelType
+    from .requests.context_phase import ContextPhaseParams as ContextPhaseParams
     from .requests.inference_request import InferenceRequest as InferenceRequest
     from .requests.llm_request import LlmRequest as LlmRequest
     from .requests.resume import resume as resume

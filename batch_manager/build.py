@@ -12,7 +12,7 @@ import numpy as np
 
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import KvCacheConfig, Parts
+from .config import Parts, TrtGptModelOptionalParams
 from .contained_log import RateLimitedLog, log
 from .custom_parts import (
     check_scheduler,
@@ -37,6 +37,7 @@ from .loop.preparing import Preparing, without_adapters
 from .loop.waiting_requests import WaitingRequests
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
+from .parallel.block_exchange import BlockServer, fetch
 from .requests.adapter_content import checked_adapter, read_adapter
 from .requests.adapter_store import AdapterStore
 from .requests.admission import Admission
@@ -44,6 +45,8 @@ from .responses.deliveries import Deliveries
 from .scheduling.policies import make_scheduler
 from .seams import Clock, ModelBackend
 from .stores.directory import DirectoryStore
+from .stores.handed_blocks import HandedBlocks
+from .stores.interface import BlockStore
 from .stores.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
@@ -67,6 +70,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
     guard = Guard(clock.monotonic, heartbeat, params.log_callback_errors)
     check_scheduler(parts.scheduler)
     backend = (make_backend or make_local_backend)(arguments, parts)
+    stored = None
     try:
         plan = plan_engine(arguments, parts, backend)
         info, limits = backend.info, plan.limits
@@ -76,9 +80,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end,
                                    parts.kv_events, callbacks.alike)
-        kv_events, stored, kv = None, None, params.kv_cache_config
+        kv_events, kv = None, params.kv_cache_config
         if plan.has_store:
-            stored = _make_stored(kv, parts, kv_cache_manager, backend, clock)
+            stored = _make_stored(params, parts, kv_cache_manager, backend, clock)
         if plan.has_kv_events:
             kv_events = EventLog(kv_cache_manager, key=kv.event_hash_key, with_tokens=kv.event_tokens,
                                  most_kept=kv.event_buffer_max_size, log=RateLimitedLog(clock.monotonic))
@@ -113,6 +117,8 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             resources=() if params.speculative_config is None else [
                 Drafting(params.speculative_config, limits, kv_cache_manager)])
     except BaseException:
+        if stored is not None:
+            stored.close()
         close_unused(backend)
         raise
     log.info("%s on %s in %s, computed by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
@@ -122,16 +128,21 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
     return loop
 
 
-def _make_stored(kv: KvCacheConfig, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,
+def _make_stored(params: TrtGptModelOptionalParams, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,
                  clock: Clock) -> StoredBlocks:
-    store, cache = parts.block_store, kv_cache_manager.cache
-    if store is None:
-        assert kv.disk_cache_path is not None
+    kv, transfer, cache = params.kv_cache_config, params.kv_transfer_config, kv_cache_manager.cache
+    store: BlockStore | None = parts.block_store
+    if kv.disk_cache_path is not None:
         store = DirectoryStore(os.fspath(kv.disk_cache_path), kv.disk_cache_size or 0,
                                read_only=kv.disk_cache_read_only)
     assert cache is not None                           # `plan_engine` has a store with block reuse only
-    return StoredBlocks(store, cache, fingerprint=backend.fingerprint, host_block=backend.host_block,
-                        min_tokens=kv.disk_min_tokens, num_threads=kv.disk_io_threads, monotonic=clock.monotonic)
+    options = {"fingerprint": backend.fingerprint, "host_block": backend.host_block, "min_tokens": kv.disk_min_tokens,
+               "num_threads": kv.disk_io_threads, "monotonic": clock.monotonic}
+    if transfer is not None:
+        server = BlockServer(transfer.host, transfer.port, transfer.timeout_s) if transfer.produces else None
+        return HandedBlocks(store, cache, transfer, fetch, server, **options)
+    assert store is not None                           # what else would be stored
+    return StoredBlocks(store, cache, **options)
 
 
 def _prefetch(arguments: EngineArguments, preparing: Preparing) -> None:

@@ -23,6 +23,8 @@ MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("int8", "int4")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 COLLECTIVES = ("nccl", "gloo")
+TRANSFER_ROLES = ("producer", "consumer", "both")
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
 MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 MAX_RANKS = 1024              # of each kind of parallelism
@@ -283,6 +285,66 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferConfig:
+    """Prompts that one engine computes and another continues, see docs/kv-cache.md. Both have one model, dtype and
+    tokens_per_block.
+
+    role                  "producer": computes prompts of `context_only` requests, and hands their blocks over;
+                          "consumer": takes them for `generation_only` requests; "both"
+    host, port            address of this machine at which the consumers reach a producer; port 0: any free one
+    peers                 hosts from which a consumer takes blocks; others are not connected to. None: `host` alone
+    load_failure_policy   what a consumer does if blocks do not come: "recompute" computes them, "fail" ends the request
+                          with KV_TRANSFER_FAILED
+    held_blocks_fraction  largest share of the host blocks that wait for consumers, 0 < x <= 1; then the oldest go
+    timeout_s             seconds for which a producer holds the blocks of a request
+    load_timeout_s        seconds for which a request of a consumer waits for blocks
+    """
+
+    role: str = "both"
+    host: str = "127.0.0.1"
+    port: int = 0
+    peers: tuple[str, ...] | None = None
+    load_failure_policy: str = "recompute"
+    held_blocks_fraction: float = 0.5
+    timeout_s: float = 60
+    load_timeout_s: float = 5
+
+    def __post_init__(self) -> None:
+        owner = "KvTransferConfig."
+        for name, allowed in (("role", TRANSFER_ROLES), ("load_failure_policy", LOAD_FAILURE_POLICIES)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise ConfigError(f"{owner}{name} is {value!r:.200}", f"expected one of {', '.join(allowed)}")
+        peers = (self.host,) if self.peers is None else self.peers
+        if not isinstance(peers, list | tuple) or any(not is_host(host) for host in (self.host, *peers)):
+            raise ConfigError(f"{owner}host is {self.host!r:.200} and peers is {self.peers!r:.200}",
+                              "expected a name or an address of 1 to 255 ASCII characters, and a tuple of such",
+                              'pass for instance host="10.0.0.1"')
+        object.__setattr__(self, "peers", tuple(peers))
+        put_count(self, "port", minimum=0, maximum=65535, owner=owner)
+        fraction = exact_number(self.held_blocks_fraction)
+        if fraction is None or not 0 < fraction <= 1:
+            raise ConfigError(f"{owner}held_blocks_fraction is {shown_option(self.held_blocks_fraction)}",
+                              "it must be in (0, 1]", "0.5 is the default")
+        object.__setattr__(self, "held_blocks_fraction", fraction)
+        for name in ("timeout_s", "load_timeout_s"):
+            put_seconds(self, name, positive=True, owner=owner)
+
+    @property
+    def produces(self) -> bool:
+        return self.role != "consumer"
+
+    @property
+    def consumes(self) -> bool:
+        return self.role != "producer"
+
+
+def is_host(value: Any) -> bool:
+    """Whether a value can be the name or the address of a machine."""
+    return isinstance(value, str) and 1 <= len(value) <= 255 and value.isascii() and value.isprintable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrtGptModelOptionalParams:
     """The engine's optional settings.
 
@@ -352,6 +414,9 @@ class TrtGptModelOptionalParams:
     speculative_config          a SpeculativeConfig: the engine drafts tokens for requests whose tokens their logits and
                                 the seed alone decide; run_ahead is then off. None: no drafts. Refused with
                                 TrtGptModelType.V1, Parts.stages and several ranks
+    kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
+                                other engines for this one. None: requests of these types are refused. Needs
+                                enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -387,6 +452,7 @@ class TrtGptModelOptionalParams:
     parallel_config: ParallelConfig | None = None
     peft_cache_config: PeftCacheConfig | None = None
     speculative_config: SpeculativeConfig | None = None
+    kv_transfer_config: KvTransferConfig | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> "TrtGptModelOptionalParams":
         for name in options:                            # __init__ would only report an unknown name
@@ -404,6 +470,15 @@ class TrtGptModelOptionalParams:
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             raise ConfigError(f"speculative_config is of type {type(self.speculative_config).__name__}",
                               "expected a SpeculativeConfig, or None", "pass SpeculativeConfig()")
+        if self.kv_transfer_config is not None:
+            if not isinstance(self.kv_transfer_config, KvTransferConfig):
+                raise ConfigError(f"kv_transfer_config is of type {type(self.kv_transfer_config).__name__}",
+                                  "expected a KvTransferConfig, or None", "pass KvTransferConfig()")
+            if not self.kv_cache_config.enable_block_reuse or self.kv_cache_config.sink_token_length:
+                raise ConfigError("kv_transfer_config is set, and KvCacheConfig has "
+                                  + (f"sink_token_length={self.kv_cache_config.sink_token_length}"
+                                     if self.kv_cache_config.sink_token_length else "enable_block_reuse=False"),
+                                  "only reusable blocks are handed over", "set enable_block_reuse, without sink tokens")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
             check_flag(name, getattr(self, name))

@@ -115,6 +115,12 @@ class AdapterNotCachedError(RequestError):
     code = ErrorCode.LORA_TASK_NOT_CACHED
 
 
+class KvTransferError(RequestError):
+    """The blocks of a prompt did not come from the engine that computed it, and KvTransferConfig says to fail then."""
+
+    code = ErrorCode.KV_TRANSFER_FAILED
+
+
 class QueueFullError(RequestError):
     """A limit on queued requests, tokens or bytes is reached."""
 

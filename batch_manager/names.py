@@ -67,6 +67,19 @@ class FinishReason(IntEnum):
         return self in (FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH)
 
 
+class RequestType(Enum):
+    """What an engine computes of a request.
+
+    CONTEXT_AND_GENERATION   all of it
+    CONTEXT_ONLY             the prompt and the first token; another engine goes on with its blocks
+    GENERATION_ONLY          the output of a prompt that another engine has computed
+    """
+
+    CONTEXT_AND_GENERATION = "context_and_generation"
+    CONTEXT_ONLY = "context_only"
+    GENERATION_ONLY = "generation_only"
+
+
 class ErrorCode(Enum):
     """The kind of an error. The text of an error response starts with the code in brackets."""
 
@@ -76,6 +89,7 @@ class ErrorCode(Enum):
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     TOO_LARGE_FOR_KV_CACHE = "TOO_LARGE_FOR_KV_CACHE"
     LORA_TASK_NOT_CACHED = "LORA_TASK_NOT_CACHED"
+    KV_TRANSFER_FAILED = "KV_TRANSFER_FAILED"
     QUEUE_FULL = "QUEUE_FULL"
     NON_FINITE_LOGITS = "NON_FINITE_LOGITS"
     INVALID_TOKEN = "INVALID_TOKEN"
@@ -108,7 +122,7 @@ class ErrorCode(Enum):
     @property
     def is_retryable(self) -> bool:
         """Whether the same request may succeed later, or at another instance."""
-        return self in (ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED)
+        return self in (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED)
 
     @property
     def http_status(self) -> int:
@@ -121,6 +135,7 @@ _HTTP_STATUS = {
     ErrorCode.DUPLICATE_REQUEST_ID: 409,           # Conflict
     ErrorCode.TOO_LARGE_FOR_KV_CACHE: 413,         # Content Too Large
     ErrorCode.LORA_TASK_NOT_CACHED: 404,           # Not Found
+    ErrorCode.KV_TRANSFER_FAILED: 503,
     ErrorCode.QUEUE_FULL: 429,                     # Too Many Requests
     ErrorCode.NON_FINITE_LOGITS: 500,
     ErrorCode.INVALID_TOKEN: 500,

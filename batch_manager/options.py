@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .adapter_values import AdapterModules
 from .arguments import EngineArguments
-from .config import KvCacheConfig, Limits, ParallelConfig, Parts, PeftCacheConfig
+from .config import KvCacheConfig, Limits, ParallelConfig, Parts, PeftCacheConfig, TrtGptModelOptionalParams
 from .contained_log import log
 from .errors import ConfigError, counted, type_name
 from .guard import Guard
@@ -83,6 +83,7 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             ("enable_chunked_context", params.enable_chunked_context,
              "all prompts of a batch are computed in one step"),
             ("peft_cache_config", params.peft_cache_config is not None, "a padded batch has no adapters"),
+            ("kv_transfer_config", params.kv_transfer_config is not None, "a padded batch has no reusable blocks"),
             ("speculative_config", params.speculative_config is not None,
              "a step of a static batch yields one token of each request"),
             ("max_draft_tokens", arguments.max_draft_tokens > 0,
@@ -131,7 +132,7 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
                           "host_cache_size out")
-    has_store = _has_store(kv, parts, backend)
+    has_store = _has_store(params, kv, parts, backend)
     adapters = None
     if params.peft_cache_config is not None:
         adapters = _plan_adapters(params.peft_cache_config, info, type(backend).__name__)
@@ -143,14 +144,19 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
                 has_kv_events=kv.enable_block_reuse and (parts.kv_events is not None or kv.event_buffer_max_size > 0))
 
 
-def _has_store(kv: KvCacheConfig, parts: Parts, backend: ModelBackend) -> bool:
-    """Raises ConfigError if there is a store and the engine has no host blocks for its traffic."""
-    if parts.block_store is None and kv.disk_cache_path is None or not kv.enable_block_reuse:
+def _has_store(params: TrtGptModelOptionalParams, kv: KvCacheConfig, parts: Parts, backend: ModelBackend) -> bool:
+    """Whether blocks go to or come from outside of the engine.
+
+    Raises ConfigError if they do and the engine has no host blocks for this traffic.
+    """
+    transfer = params.kv_transfer_config
+    if parts.block_store is None and kv.disk_cache_path is None and transfer is None or not kv.enable_block_reuse:
         return False
     if parts.block_store is not None and kv.disk_cache_path is not None:
         raise ConfigError("Parts.block_store and disk_cache_path are both set", "an engine has one store",
                           "leave one of them out")
-    what = "Parts.block_store" if kv.disk_cache_path is None else "disk_cache_path"
+    what = ("kv_transfer_config" if transfer is not None
+            else "Parts.block_store" if kv.disk_cache_path is None else "disk_cache_path")
     missing = [name for name in ("host_block", "fingerprint") if not callable(getattr(backend, name, None))]
     if missing:
         raise ConfigError(f"{what} is set", f"the backend of type {type_name(backend)} lacks {' and '.join(missing)}",
@@ -255,6 +261,7 @@ def make_admission(arguments: EngineArguments, parts: Parts, limits: Limits, blo
         exclude_input_in_output=arguments.exclude_input_in_output,
         static_batching=arguments.is_static,
         logits_post_processor_batched=parts.logits_post_processor_batched,
+        transfer=params.kv_transfer_config,
         blocks_of=blocks_of,
         guard=guard)
 
@@ -267,6 +274,8 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
             ("TrtGptModelType.V1 is set", arguments.is_static, packed, "use InflightFusedBatching"),
             ("disk_cache_path is set", params.kv_cache_config.disk_cache_path is not None,
              "each rank has a part of every block", "leave disk_cache_path out"),
+            ("kv_transfer_config is set", params.kv_transfer_config is not None,
+             "each rank has a part of every block", "leave kv_transfer_config out"),
             ("Parts.block_store is set", parts.block_store is not None, "each rank has a part of every block",
              "leave Parts.block_store out"),
             ("cpu_compile is True", params.cpu_compile, packed, "leave cpu_compile out"),

@@ -1,5 +1,9 @@
 """Ends requests: releases their resources, then sends their final responses. Only this file sends finals."""
 
+from collections.abc import Callable
+
+import numpy as np
+
 from ..contained_log import log
 from ..errors import BatchManagerError, error_text
 from ..names import ErrorCode, FinishReason
@@ -25,6 +29,8 @@ class Finals:
     ended_at       request id -> when its final was sent, in seconds of the engine's clock, of the accepted requests
                    that ended since the last call of `take_end_times`; empty without a trace hook
     errors         error code -> number of finals with this code
+    hand_over      holds the blocks of a context_only request for another engine, and returns the tensor that says where
+                   they are; None: there are no such requests
     """
 
     def __init__(self, callbacks: GuardedCallbacks, active: ActiveRequests, intake: Intake, resources: Resources,
@@ -40,6 +46,7 @@ class Finals:
         self.ended: list[int] = []
         self.end_reasons: dict[str, list[int]] | None = None
         self.ended_at: dict[int, float] = {}
+        self.hand_over: Callable[[LlmRequest], np.ndarray] | None = None
 
     @property
     def num_sent(self) -> int:
@@ -149,6 +156,8 @@ class Finals:
         tensors = self._deliveries.response(request, delivery, reason)
         if metrics is not None:
             tensors += self._deliveries.tensors_of(metrics)
+        if delivery.options.is_context_only and reason.is_natural and self.hand_over is not None:
+            tensors.append(self._deliveries.context_phase_params(self.hand_over(request)))
         self._unanswered.reasons[FINALS_BY_REASON[reason]] += 1
         self._note_end(reason.name, request.request_id)
         self._callbacks.send_final(request.request_id, tensors)

@@ -94,6 +94,7 @@ class GenerationLoop:
         self.stored = intake.waiting.stored
         if self.stored is not None:
             self.stored.attach(self._resources.device_work, self._runner)
+            self.finals.hand_over = getattr(self.stored, "hand_over", None)
         self._starvation = StarvationCheck(kv_cache_manager, limits)
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(

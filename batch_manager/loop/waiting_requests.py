@@ -17,7 +17,8 @@ class WaitingRequests:
     stored         where they wait for blocks from a store; None: there is no store
     num_requests   number of requests in the queue, in `preparing` and in `stored`
     num_tokens     number of their prompt tokens
-    unprepared     (request, error) of requests whose adapter was refused; the loop ends them
+    unprepared     (request, error) of requests whose adapter was refused, or whose blocks did not come; the loop ends
+                   them
     ids            ids of these requests, and of those in `unprepared`
     """
 
@@ -55,20 +56,23 @@ class WaitingRequests:
         return len(self.preparing.waiting) + (0 if self.stored is None else len(self.stored))
 
     def take_prepared(self) -> None:
-        """Queue the requests that have their adapters and blocks, and note those whose adapters are refused."""
+        """Queue the requests that have their adapters and blocks, and note those that are refused for them."""
         ready, refused = self.preparing.take_ready()
         for admitted in ready:
             if self.stored is None or not self.stored.add(admitted):
                 self._insert(admitted)
-        for admitted in () if self.stored is None else self.stored.take_ready():
-            self._insert(admitted)
+        if self.stored is not None:
+            loaded, failed = self.stored.take_ready()
+            for admitted in loaded:
+                self._insert(admitted)
+            refused += failed
         for admitted, _ in refused:
             self._uncount(admitted)
             self.ids.add(admitted.request.request_id)    # it stays alive until the loop has ended the request
         self.unprepared += refused
 
     def take_unprepared(self) -> list[tuple[Admitted, RequestError]]:
-        """Return the requests whose adapter was refused since the last call of this method, with the errors."""
+        """Return the requests that were refused since the last call of this method, with the errors."""
         unprepared, self.unprepared = self.unprepared, []
         self.ids.difference_update(admitted.request.request_id for admitted, _ in unprepared)
         return unprepared

@@ -1,4 +1,4 @@
-"""Numbered and checked frames between two ranks, over a transport: a socket (control.py), or memory in tests.
+"""Numbered and checked frames between two ranks, or two engines, over a transport: a socket (control.py), or memory.
 
 A frame is a header and a payload:
 
@@ -38,6 +38,8 @@ class Kind(IntEnum):
     ASK     what a callback gets or returns
     BEAT    the sender is not stopped
     END     the sender ends, or asks for the end of all
+    FETCH   the blocks of a ticket, from another engine
+    BLOCK   one of them
     """
 
     HELLO = 1
@@ -46,6 +48,8 @@ class Kind(IntEnum):
     ASK = 4
     BEAT = 5
     END = 6
+    FETCH = 7
+    BLOCK = 8
 
 
 KINDS = {int(kind): kind for kind in Kind}
@@ -144,7 +148,7 @@ class Channel:
             while data := self._transport.receive():
                 self.silence = 0
                 received += data
-                if len(data) < 4096:
+                if len(data) < 4096 or len(received) > self.most_payload:
                     break
         except OSError as error:
             raise LostError("has broken its connection") from error

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ..config import Limits
+from ..config import KvTransferConfig, Limits
 from ..errors import InvalidRequestError, RequestError, RequestTooLargeError, counted, type_name
 from ..guard import ForeignCodeError, Guard
 from ..handover import LogitsPostProcessor, SlotSetup
+from ..names import RequestType
 from ..sampling_config import (
     BITS_64,
     FLOAT32_MAX,
@@ -30,6 +31,7 @@ from ..sampling_config import (
     shown,
 )
 from .adapter_content import TENSORS_OF_AN_ADAPTER, GivenAdapter, copied_adapter
+from .context_phase import MOST_BYTES, ContextPhaseParams
 from .dependent_tensors import check_dependent_tensors
 from .inference_request import (
     TENSORS,
@@ -97,6 +99,7 @@ _DEADLINE_RANGE = Range(0, FLOAT32_MAX, above_low=True)
 _ARRIVAL_RANGE = Range(-LATEST_S, LATEST_S)
 _TOP_LOG_PROBS = Range(0, MAX_TOP_LOG_PROBS, whole=True)
 _EXTRA_ID = Range(0, 2**63 - 1, whole=True)
+_BYTE = Range(0, 255, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Admitted:
     warnings     changes made to the request so that it fits max_seq_len, one sentence each
     prompt_table   embeddings of the request's prompt-tuning tokens; None: the request has no embedding table
     adapter      the adapter that the request brings along, unchecked; None: it has none, or only names one
+    context_phase   where the blocks of the prompt wait, for a generation_only request; None for others
     arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
     """
 
@@ -120,6 +124,7 @@ class Admitted:
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
     adapter: GivenAdapter | None = None
+    context_phase: ContextPhaseParams | None = None
     arrival_time: float | None = None
 
 
@@ -138,6 +143,7 @@ class _RawRequest:
     cache_salt: str | bytes | None = None
     retention: KvCacheRetentionConfig | None = None
     logits_post_processor: Callable[..., Any] | str | None = None
+    type: RequestType = RequestType.CONTEXT_AND_GENERATION
 
 
 class Admission:
@@ -149,6 +155,7 @@ class Admission:
     logits_post_processor_batched   the post-processor that requests select with "batched"; None: there is none
     static_batching           whether requests run in static batches. If so, each request gets a batch_key, and a
                               streaming request gets a single response, which leaves the prompt out
+    transfer                  which prompts are computed for or by other engines; None: none
     blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
                               None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs
@@ -158,6 +165,7 @@ class Admission:
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
                  static_batching: bool = False,
                  logits_post_processor_batched: Callable[..., Any] | None = None,
+                 transfer: KvTransferConfig | None = None,
                  blocks_of: Callable[[LlmRequest], int] | None = None, guard: Guard | None = None) -> None:
         self.limits = limits
         self._blocks_of = blocks_of or (lambda request: -(-request.final_length // limits.tokens_per_block))
@@ -167,6 +175,7 @@ class Admission:
         self.exclude_input_in_output = exclude_input_in_output
         self.static_batching = static_batching
         self.logits_post_processor_batched = logits_post_processor_batched
+        self._transfer = transfer
         self._own_salts = count()
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
@@ -184,6 +193,7 @@ class Admission:
             "prompt_embedding_table": table,
             "lora_weights": table,
             "lora_config": table,
+            "context_phase_params": (MOST_BYTES, f"the tensor of a response has at most {MOST_BYTES}"),
         }
         self._id_or_none, self._id = Range(-1, vocab - 1, whole=True), Range(0, vocab - 1, whole=True)
         self._in_request = (Guard() if guard is None else guard).raising("reading a request")
@@ -286,6 +296,7 @@ class Admission:
         if salt and len(salt) > MAX_CACHE_SALT:
             raise InvalidRequestError(f"cache_salt has {len(salt):,} {'characters' if type(salt) is str else 'bytes'}",
                                       f"it must have at most {MAX_CACHE_SALT:,}", "pass a digest of the salt")
+        raw.type = _request_type(item.request_type)
         raw.retention = copied_retention(item.kv_cache_retention_config)
         raw.logits_post_processor = self._post_processor_of(item)
         return raw
@@ -339,6 +350,8 @@ class Admission:
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
         top_log_probs = scalars.get("return_top_log_probs", 0)
+        if raw.type is RequestType.CONTEXT_ONLY:               # its engine needs room for the first token only
+            max_new_tokens = 1
         num_bytes, prompt_table = raw.num_bytes + 8 * top_log_probs * max_new_tokens, None
         if "prompt_embedding_table" in values:
             prompt_table = PromptTable(self.limits.vocab_size, values["prompt_embedding_table"])
@@ -383,6 +396,7 @@ class Admission:
                 return_context_logits=return_context_logits,
                 return_generation_logits=return_generation_logits,
                 return_perf_metrics=scalars.get("return_perf_metrics", False),
+                is_context_only=raw.type is RequestType.CONTEXT_ONLY,
                 deadline_s=None if raw.deadline_s is None else float(raw.deadline_s),
                 pad_id=_pad_id(scalars, end_ids) if sampling.beam_width > 1 else 0,
             ),
@@ -390,6 +404,7 @@ class Admission:
             warnings=warnings,
             prompt_table=prompt_table,
             adapter=adapter,
+            context_phase=values.get("context_phase_params"),
             arrival_time=None if raw.arrival_time is None else float(raw.arrival_time),
         )
 
@@ -466,6 +481,8 @@ class Admission:
                 values[name] = words(given, vocab)
             elif name == "input_token_extra_ids":
                 values[name] = integers(given, _EXTRA_ID).tolist()
+            elif name == "context_phase_params":
+                values[name] = ContextPhaseParams.of(integers(given, _BYTE))
             elif name not in ("input_ids", *TENSORS_OF_AN_ADAPTER):
                 values[name] = floats(given)
         return values
@@ -490,6 +507,26 @@ class Admission:
                 raise InvalidRequestError(f"return_{name}_logits is set and gather_{name}_logits is off",
                                           f"gather_{name}_logits must be enabled to return them",
                                           f"enable gather_{name}_logits in TrtGptModelOptionalParams")
+        self._check_type(raw, values)
+
+    def _check_type(self, raw: _RawRequest, values: Mapping[str, Any]) -> None:
+        has_params = "context_phase_params" in values
+        if has_params != (raw.type is RequestType.GENERATION_ONLY):
+            raise InvalidRequestError(
+                f"request_type is {raw.type.value!r} and context_phase_params is {'set' if has_params else 'missing'}",
+                "a generation_only request has this tensor, and no other request",
+                "pass request_type='generation_only' with the tensor of the context_only request's final response")
+        if raw.type is RequestType.CONTEXT_AND_GENERATION:
+            return
+        if self._transfer is None or not (self._transfer.produces if raw.type is RequestType.CONTEXT_ONLY
+                                          else self._transfer.consumes):
+            role = "no kv_transfer_config" if self._transfer is None else f"the role {self._transfer.role!r}"
+            raise InvalidRequestError(f"request_type is {raw.type.value!r}", f"this engine has {role}",
+                                      "set TrtGptModelOptionalParams.kv_transfer_config, or leave request_type out")
+        if raw.scalars.get("return_context_logits"):
+            raise InvalidRequestError(f"request_type is {raw.type.value!r} and return_context_logits is set",
+                                      "the logits of a whole prompt are computed with it, by the engine that generates",
+                                      "leave one of them out")
 
     def _refuse_unsupported(self, raw: _RawRequest, values: Mapping[str, Any], beam_width: int) -> None:
         asked = [name for name, value in raw.scalars.items() if value != TENSORS[name].default]
@@ -555,6 +592,17 @@ def _number(spec: TensorSpec, value: Any, expected: str, *, optional: bool = Fal
     except InvalidRequestError:
         found = shown(value) if type(value) in (int, float, bool) else f"of type {type_name(value)}"
         raise InvalidRequestError(f"{spec.name} is {found}", f"it must be {expected}") from None
+
+
+def _request_type(given: Any) -> RequestType:
+    if type(given) is RequestType:
+        return given
+    for request_type in RequestType:
+        if type(given) is str and given == request_type.value:
+            return request_type
+    shown_type = repr(given[:64]) if type(given) is str else f"of type {type_name(given)}"
+    raise InvalidRequestError(f"request_type is {shown_type}",
+                              f"it must be one of {', '.join(known.value for known in RequestType)}")
 
 
 def _pad_id(scalars: Mapping[str, Any], end_ids: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InvalidRequestError, type_name
+from ..names import RequestType
 from ..sampling_config import PARAMETERS, UINT64_MAX, shown
 from .retention import KvCacheRetentionConfig
 from .tensor_attributes import TensorAttributes
@@ -80,6 +81,7 @@ TENSORS: dict[str, TensorSpec] = {spec.name: spec for spec in [
     TensorSpec("lora_config", Content.INTEGER, Shape.TABLE),
     TensorSpec("draft_input_ids", Content.INTEGER, Shape.ROW),
     TensorSpec("draft_logits", Content.NUMBER, Shape.TABLE),
+    TensorSpec("context_phase_params", Content.INTEGER, Shape.ROW),
     TensorSpec("return_log_probs", Content.FLAG, Shape.SCALAR, False),
     TensorSpec("return_top_log_probs", Content.INTEGER, Shape.SCALAR, 0),
     TensorSpec("raw_log_probs", Content.FLAG, Shape.SCALAR, False),
@@ -112,6 +114,9 @@ class InferenceRequest(TensorAttributes):
     arrival_time            time at which the server received the request, in seconds of `time.monotonic()`, or of the
                             clock in Parts; the queue time and deadline_s count from it. None: the time of admission
     cache_salt              only requests with the same salt reuse each other's cached prefixes
+    request_type            a RequestType, or its value: "context_only" computes the prompt for another engine, and the
+                            final response has the tensor `context_phase_params`; "generation_only", with this tensor,
+                            generates there. See KvTransferConfig
     kv_cache_retention_config   how long to keep the request's cached blocks; None: with retention priority 35
 
     The constructor checks only the id and the names. The engine checks and copies the values when the get callback
@@ -122,13 +127,14 @@ class InferenceRequest(TensorAttributes):
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
-                 "cache_salt", "kv_cache_retention_config", "arrival_time", "__weakref__")
+                 "cache_salt", "kv_cache_retention_config", "arrival_time", "request_type", "__weakref__")
 
     def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
                  logits_post_processor: Callable[..., Any] | str | None = None, priority: float = 0.5,
                  deadline_s: float | None = None, cache_salt: str | bytes | None = None,
                  kv_cache_retention_config: KvCacheRetentionConfig | None = None,
-                 arrival_time: float | None = None) -> None:
+                 arrival_time: float | None = None,
+                 request_type: RequestType | str = RequestType.CONTEXT_AND_GENERATION) -> None:
         self._request_id = checked_request_id(request_id)
         self._tensors = {} if tensors is None else _named(tensors)
         self.is_streaming = is_streaming
@@ -138,6 +144,7 @@ class InferenceRequest(TensorAttributes):
         self.cache_salt = cache_salt
         self.kv_cache_retention_config = kv_cache_retention_config
         self.arrival_time = arrival_time
+        self.request_type = request_type
 
     if TYPE_CHECKING:
         @property

@@ -12,6 +12,7 @@ class ResponseOptions:
     return_log_probs, return_context_logits, return_generation_logits   return the tensors with these values
     top_log_probs    number of likeliest tokens to return with each token; 0: return no likeliest tokens
     return_perf_metrics   add the metrics to the final response
+    is_context_only  the final response says where the blocks of the prompt wait
     deadline_s       seconds from arrival; None: no deadline
     pad_id           token that pads the rows of output_ids after shorter beams
     """
@@ -23,6 +24,7 @@ class ResponseOptions:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
+    is_context_only: bool = False
     deadline_s: float | None = None
     pad_id: int = 0
 

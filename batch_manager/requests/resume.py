@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidRequestError, counted, type_name
+from ..names import RequestType
 from ..sampling_config import shown, top_p_after
 from .inference_request import TENSORS, InferenceRequest
 from .tensor_values import Bound, few, read_tensor, scalar, words
@@ -30,8 +31,8 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     The new request has the same id. Its streamed responses have the tokens after `tokens`. A response that is not
     streamed starts with the prompt and `tokens`, unless the engine has `exclude_input_in_output`. Log-probabilities,
     `cum_log_probs` and generation logits cover the tokens after `tokens`. `deadline_s` counts from the arrival of the
-    new request. A logits post-processor gets `tokens` as a part of the prompt; the caller must restore the state of the
-    post-processor.
+    new request, which computes its prompt and generates, whatever the type of `request`. A logits post-processor gets
+    `tokens` as a part of the prompt; the caller must restore the state of the post-processor.
 
     Raises InvalidRequestError for a request that is complete: `tokens` has its full length, or ends with a stop word or
     with one of the request's end ids. Raises it for beams, context logits, draft tokens and a decaying top-p with a
@@ -43,10 +44,12 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
     tokens = _integers("tokens", tokens)
     if tokens:
         _resume(tensors, tokens)
+        tensors.pop("context_phase_params", None)
     return InferenceRequest(
         request.request_id, tensors, is_streaming=request.is_streaming, priority=request.priority,
         logits_post_processor=request.logits_post_processor, deadline_s=request.deadline_s,
-        cache_salt=request.cache_salt, kv_cache_retention_config=request.kv_cache_retention_config)
+        cache_salt=request.cache_salt, kv_cache_retention_config=request.kv_cache_retention_config,
+        request_type=RequestType.CONTEXT_AND_GENERATION if tokens else request.request_type)
 
 
 def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:

@@ -51,6 +51,7 @@ class TensorAttributes:
     lora_config: Any
     draft_input_ids: Any
     draft_logits: Any
+    context_phase_params: Any
     return_log_probs: Any
     return_top_log_probs: Any
     raw_log_probs: Any

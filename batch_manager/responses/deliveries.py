@@ -155,6 +155,10 @@ class Deliveries:
         """The performance metrics of a request as tensors, which follow the other tensors in its final response."""
         return metrics.tensors(self._to_tensor)
 
+    def context_phase_params(self, values: np.ndarray) -> NamedTensor:
+        """Where the blocks of a context_only request wait, as the last tensor of its final response."""
+        return NamedTensor("context_phase_params", values, self._to_tensor)
+
     def forget(self, request_id: int) -> Delivery | None:
         """Forget an ended request, and return its delivery for the final response."""
         self.asking.discard(request_id)

@@ -13,6 +13,8 @@ Requests with `return_top_log_probs` = k also get:
     top_log_prob_ids    int32    [1, 1, generated, k]               likeliest first, lower ids first among equals
     top_log_probs       float32  [1, 1, generated, k]               -inf, and id 0, if fewer than k are possible
 
+The final response of a context_only request ends with context_phase_params, uint8 [n], for the generation_only request.
+
 Logits are the model's unchanged logits. Row i of context_logits has the logits of the token after token i of the
 prompt. Row i of generation_logits has the logits of generated token i, before penalties, temperature and all other
 changes. Log-probabilities are taken after these changes and before top-k and top-p (triton_kernels/sample_token.py), or

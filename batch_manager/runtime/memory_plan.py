@@ -208,7 +208,8 @@ def divide_memory(params: TrtGptModelOptionalParams, loaded: "LoadedModel", size
     spec, device, dtype, kv = loaded.spec, loaded.device, loaded.dtype, params.kv_cache_config
     one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, dtype), device.type != "cpu"
     # Sink tokens exclude block reuse, so there is nothing to evict to the host.
-    host_bytes = kv.host_cache_size or (0 if kv.disk_cache_path is None else HOST_BLOCKS_OF_A_STORE * one_block)
+    has_store = kv.disk_cache_path is not None or params.kv_transfer_config is not None
+    host_bytes = kv.host_cache_size or (HOST_BLOCKS_OF_A_STORE * one_block if has_store else 0)
     host_blocks = plan_host_blocks(0 if sink else host_bytes, block_bytes=one_block,
                                    free_bytes=free_memory(torch.device("cpu")))
     local_ranks = 1 if part is None else part.place.local_size

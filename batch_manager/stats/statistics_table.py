@@ -120,6 +120,13 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Disk Cache Bytes", "bytes", NOW, "of all files in the directory, also of other models"),
         ("Disk Cache Blocks", "blocks", NOW, "likewise"),
         ("Disk Damaged Files", "files", START, "that were not what they should be, and count as missing"),
+        # With kv_transfer_config:
+        ("Context Only Requests", "requests", START, "that ended with blocks held for another engine"),
+        ("Generation Only Requests", "requests", START, "accepted"),
+        ("Held Transfer Blocks", "blocks", NOW, "in host memory, for other engines"),
+        ("KV Transfer Bytes", "bytes", START, "of blocks, sent to or received from other engines"),
+        ("KV Transfer Microseconds", "microseconds", START, "of these exchanges, summed"),
+        ("KV Transfer Fallbacks", "requests", START, "whose blocks did not all come"),
         ("World Size", "ranks", NOW, "that run the model together; absent for one process"),
         ("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer"),
         ("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided"),

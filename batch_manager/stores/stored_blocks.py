@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..contained_log import RateLimitedLog, log
-from ..errors import counted, type_name
+from ..errors import RequestError, counted, type_name
 from ..handover import BlockCopy, ScheduledBatch
 from ..kv.prefix_cache import PrefixCache
 from ..kv.prefix_index import BlockKey, Domain, PrefixNode
@@ -35,7 +36,7 @@ SECONDS_TO_LOAD = 2.0            # after these a request computes its prompt
 
 
 @dataclass(eq=False, slots=True)
-class _Load:
+class Load:
     """Blocks on their way to host blocks. `num_right` is None until the thread has ended."""
 
     domain: Domain
@@ -57,9 +58,9 @@ class _Save:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class Waiting:
     admitted: Admitted
-    load: _Load
+    load: Load
     until: float
 
 
@@ -85,13 +86,13 @@ class StoredBlocks:
         self.wake: Callable[[], None] = lambda: None
         self._device_work = DeviceWork()                     # until `attach`
         self._runner: StepRunner | None = None
-        self._waiting: list[_Waiting] = []
-        self._loads: dict[bytes, _Load] = {}                 # key of the first block -> load, until it has ended
+        self._waiting: list[Waiting] = []
+        self._loads: dict[bytes, Load] = {}                  # key of the first block -> load, until it has ended
         self._to_save: deque[tuple[StoredBlock, PrefixNode]] = deque()
         self._saving: set[bytes] = set()
-        self._not_submitted: deque[_Load | _Save] = deque()  # until the device has done what was asked before
+        self._not_submitted: deque[Any] = deque()            # until the device has done what was asked before
         self._num_reserved_for_loads, self._num_saves = 0, 0
-        self._ended: deque[_Load | _Save] = deque()          # the threads append
+        self._ended: deque[Any] = deque()                    # the threads append
         self._failures_in_a_row, self._rests_until = 0, float("-inf")
         self._refreshed_at = float("-inf")
         self._log = RateLimitedLog(monotonic)
@@ -104,12 +105,14 @@ class StoredBlocks:
         self._device_work, self._runner = device_work, runner
 
     def begin(self) -> None:
-        """Start the threads and find the fingerprint. Waits a moment for it, so that the first request finds the store.
+        """Begin an iteration: `collect`. The first one starts the threads and finds the fingerprint, for which it waits
+        a moment, so that the first request finds the store.
         """
         if not self._has_begun:
             self._has_begun = True
             self._threads.submit(self._open)
             self._opened.wait(SECONDS_TO_OPEN)
+        self.collect()
 
     def figures(self) -> dict[str, int]:
         """Return the statistics of the traffic and of the store."""
@@ -161,7 +164,7 @@ class StoredBlocks:
             return False
         load = self._loads.get(blocks[0].key) or self._start_load(domain, keys, known, blocks)
         if load is not None:
-            self._waiting.append(_Waiting(admitted, load, self._monotonic() + SECONDS_TO_LOAD))
+            self._waiting.append(Waiting(admitted, load, self._monotonic() + SECONDS_TO_LOAD))
         return load is not None
 
     def _refresh(self) -> None:
@@ -177,44 +180,58 @@ class StoredBlocks:
             self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
 
     def _start_load(self, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
-                    blocks: list[StoredBlock]) -> _Load | None:
+                    blocks: list[StoredBlock]) -> Load | None:
         unit, host = self._cache.tokens_per_block, self._cache.host
-        room = max(host.num_blocks - SAVES_AT_ONCE, host.num_blocks // 2) - self._num_reserved_for_loads
         try:
-            found = min(self._store.count(blocks), len(blocks), room)
+            found = min(self._store.count(blocks), len(blocks), self._room_for_loads)
         except Exception as error:
             self._note_failure("count", error)
             return None
         if found * unit < self._min_tokens:
             return None
-        in_host = [node.host_id for node in known if node.host_id is not None]
-        for host_id in in_host:
-            host.pin(host_id)
-        host_ids = self._cache.reserve_host(found)
-        for host_id in in_host:
-            host.unpin(host_id)
+        host_ids = self._reserve(found, known)
         if len(host_ids) * unit < self._min_tokens:
             for host_id in host_ids:
                 host.release(host_id)
             return None
-        load = _Load(domain, keys, len(known), blocks[:len(host_ids)], host_ids, self._device_work.num_added)
+        load = Load(domain, keys, len(known), blocks[:len(host_ids)], host_ids, self._device_work.num_added)
         self._loads[blocks[0].key] = load
         self._num_reserved_for_loads += len(host_ids)
         self._not_submitted.append(load)
         self._submit_what_is_due()
         return load
 
-    def take_ready(self) -> list[Admitted]:
-        """Return the requests whose load has ended or lasts too long, in order of arrival."""
+    @property
+    def _room_for_loads(self) -> int:
+        num_blocks = self._cache.host.num_blocks
+        return max(num_blocks - SAVES_AT_ONCE, num_blocks // 2) - self._num_reserved_for_loads
+
+    def _reserve(self, count: int, kept: Sequence[PrefixNode]) -> list[int]:
+        """Reserve up to `count` host blocks, and leave the contents of `kept` where they are."""
+        in_host = [node.host_id for node in kept if node.host_id is not None]
+        for host_id in in_host:
+            self._cache.host.pin(host_id)
+        host_ids = self._cache.reserve_host(count)
+        for host_id in in_host:
+            self._cache.host.unpin(host_id)
+        return host_ids
+
+    def take_ready(self) -> tuple[list[Admitted], list[tuple[Admitted, RequestError]]]:
+        """Return the requests whose load has ended or lasts too long, and those that end without it, with the error;
+        both in order of arrival.
+        """
         self.collect()
-        now, ready, left = self._monotonic(), [], []
+        now, ended, left = self._monotonic(), [], []
         for waiting in self._waiting:
             if waiting.load.num_right is None and now < waiting.until:
                 left.append(waiting)
             else:
-                ready.append(waiting.admitted)
+                ended.append(waiting)
         self._waiting = left
-        return ready
+        return self._judge(ended)
+
+    def _judge(self, ended: Sequence[Waiting]) -> tuple[list[Admitted], list[tuple[Admitted, RequestError]]]:
+        return [waiting.admitted for waiting in ended], []
 
     def withdraw(self, request_ids: Set[int]) -> list[Admitted]:
         """Remove the requests with these ids and return them."""
@@ -254,11 +271,7 @@ class StoredBlocks:
             block, node = self._to_save.popleft()
             in_host = node.host_id
             source = node.block_id if in_host is None else in_host
-            if in_host is not None:
-                self._cache.host.pin(in_host)
-            reserved = self._cache.reserve_host(1)
-            if in_host is not None:
-                self._cache.host.unpin(in_host)
+            reserved = self._reserve(1, [node])
             host_id = reserved[0] if reserved else None
             if source is None or host_id is None:          # evicted meanwhile, or no room
                 if host_id is not None:
@@ -294,19 +307,21 @@ class StoredBlocks:
         """Hand over what the device has copied, and take back what the threads have done."""
         self._submit_what_is_due()
         while self._ended:
-            ended = self._ended.popleft()
-            if isinstance(ended, _Load):
-                self._take_in(ended)
+            self._take_back(self._ended.popleft())
+
+    def _take_back(self, ended: Any) -> None:
+        if isinstance(ended, Load):
+            self._take_in(ended)
+        else:
+            self._num_saves -= 1
+            self._saving.discard(ended.block.key)
+            self._cache.host.release(ended.host_id)
+            if ended.error is None:
+                self._failures_in_a_row = 0
+                self._figures["Store Saved Blocks"] += 1
             else:
-                self._num_saves -= 1
-                self._saving.discard(ended.block.key)
-                self._cache.host.release(ended.host_id)
-                if ended.error is None:
-                    self._failures_in_a_row = 0
-                    self._figures["Store Saved Blocks"] += 1
-                else:
-                    self._figures["Store Skipped Saves"] += 1
-                    self._note_failure("save", ended.error)
+                self._figures["Store Skipped Saves"] += 1
+                self._note_failure("save", ended.error)
 
     def run_operations(self) -> bool:
         """Have an idle device carry out what it was asked, without a step. Returns whether there was anything to do.
@@ -337,28 +352,30 @@ class StoredBlocks:
 
     def _submit_what_is_due(self) -> None:
         while self._not_submitted and self._not_submitted[0].ticket <= self._device_work.num_done:
-            due = self._not_submitted.popleft()
-            self._threads.submit(partial(self._run, due))
+            self._submit(self._not_submitted.popleft())
 
-    def _run(self, due: _Load | _Save) -> None:
+    def _submit(self, due: Any) -> None:
+        self._threads.submit(partial(self._run, due))
+
+    def _run(self, due: Load | _Save) -> None:
         """On a thread: load or save."""
         num_right = 0
         try:
-            if isinstance(due, _Load):
+            if isinstance(due, Load):
                 loaded = self._store.load(due.blocks, [self._host_block(host_id) for host_id in due.host_ids])
                 num_right = min(max(int(loaded), 0), len(due.blocks))
             else:
                 self._store.save(due.block, self._host_block(due.host_id))
         except Exception as error:
             due.error = error
-        if isinstance(due, _Load):
+        if isinstance(due, Load):
             due.num_right = num_right
         self._ended.append(due)
         self.wake()
 
-    def _take_in(self, load: _Load) -> None:
+    def _take_in(self, load: Load) -> None:
         """Make loaded blocks findable, below the block that they follow if it still is."""
-        cache, num_right = self._cache, load.num_right
+        num_right = load.num_right
         assert num_right is not None
         del self._loads[load.blocks[0].key]
         self._num_reserved_for_loads -= len(load.host_ids)
@@ -367,12 +384,17 @@ class StoredBlocks:
             self._note_failure("load", load.error)
         else:
             self._failures_in_a_row = 0
-        taken = cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right])
-        for host_id in load.host_ids[taken:]:
-            cache.host.release(host_id)
+        taken = self._take_in_blocks(load, num_right)
         self._figures["Store Loads"] += 1
         self._figures["Store Loaded Blocks"] += taken
         self._figures["Store Failed Loads"] += num_right < len(load.blocks)
+
+    def _take_in_blocks(self, load: Load, num_right: int) -> int:
+        """Make the first `num_right` blocks findable, and give back the other host blocks. Returns how many can be."""
+        taken = self._cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right])
+        for host_id in load.host_ids[taken:]:
+            self._cache.host.release(host_id)
+        return taken
 
     def _named(self, domain: Domain, keys: Sequence[BlockKey]) -> list[StoredBlock]:
         parent, blocks = root_hash(self._fingerprint, *domain, size=KEY_BYTES), []

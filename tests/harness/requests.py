@@ -4,7 +4,8 @@ from typing import Any
 
 from batch_manager import InferenceRequest
 
-OPTIONS = ("priority", "deadline_s", "cache_salt", "arrival_time")    # arguments of a request that are not tensors
+# arguments of a request that are not tensors
+OPTIONS = ("priority", "deadline_s", "cache_salt", "arrival_time", "request_type")
 
 
 def request(request_id: int, prompt: list[int], new_tokens: int, *, streaming: bool = False,

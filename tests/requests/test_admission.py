@@ -7,6 +7,7 @@ from batch_manager.errors import InvalidRequestError, RequestTooLargeError
 from batch_manager.handover import SlotSetup
 from batch_manager.names import LlmRequestState, SchedulerPolicy
 from batch_manager.requests.admission import NOT_BUILT, NOT_WITH_BEAMS, usable_id
+from batch_manager.requests.context_phase import ContextPhaseParams
 from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
 from batch_manager.requests.response_options import ResponseOptions
 from batch_manager.sampling_config import PARAMETERS, SamplingConfig
@@ -48,6 +49,7 @@ VALID = {
     "prompt_vocab_size": [2],
     "lora_task_id": [0, 2**64 - 1],
     "lora_weights": [np.ones((2, 6), np.float32)],
+    "context_phase_params": [ContextPhaseParams("127.0.0.1", 5, bytes(16), 8).to_array()],
     "lora_config": [[[0, 0, 4], [4, 1, 4]]],
     "draft_input_ids": [[4, 5]],
     "draft_logits": [np.zeros((2, VOCAB), np.float32)],
@@ -115,6 +117,8 @@ def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, 
         if name in NOT_BUILT:
             text = refusal(**tensors)
             assert "this version cannot do that yet" in text and (name in text or name in COMPANIONS)
+        elif name == "context_phase_params":                   # tests/stores has the requests that it belongs to
+            assert f"{name} is set; a generation_only request has this tensor" in refusal(**tensors)
         elif name in IGNORED | BEAMS_ONLY:
             assert admitted_fields(admit(**tensors)) == admitted_fields(admit())
         else:

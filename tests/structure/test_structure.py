@@ -50,6 +50,7 @@ FLOORS: dict[str, list[str]] = {
     "stores": [*GROUND, "one_shot_event", "thread_stack", "requests", "kv", "steps"],
     "loop": [*GROUND, "thread_stack", "requests", "kv", "scheduling", "stats", "responses", "steps", "stores"],
 
+
     "triton_kernels": [],
     "parallel": [*GROUND, "one_shot_event", "thread_stack"],
     "weights": [*GROUND, "loading_thread"],
@@ -133,6 +134,7 @@ ALLOWED_LOADERS = {
                      for name in ("multiprocessing", "pickle")],
                     "messages between a process and the one that it started, over a socket pair without a name"),
     ("batch_manager/parallel/control.py", "socket"): "frames between the ranks of one model",
+    ("batch_manager/parallel/block_exchange.py", "socket"): "frames between two engines of one model",
     ("batch_manager/models/registry.py", "importlib"): "model families are imported when wanted, from a table there",
     ("triton_kernels/dispatch.py", "importlib"): "a kernel, the CPU's own form of it or its oracle, by its name",
     ("triton_kernels/cpu/native/library.py", "ctypes"): "the compiled step: the package's own source, compiled here",
@@ -507,6 +509,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.add("batch_manager/loop/preparing.py")          # checks adapters of requests beside the worker
     may.add("batch_manager/stores/threads.py")          # reads and writes blocks beside the worker
     may.add("batch_manager/stores/directory.py")        # has a lock for these threads; starts none
+    may.add("batch_manager/parallel/block_exchange.py")     # accepts connections of other engines beside the worker
+    may.add("batch_manager/stores/held_contexts.py")    # has a lock for threads that send; starts none
     may.add("batch_manager/extras/kv_events.py")        # publishes beside the worker
     may.add("batch_manager/kv/event_log.py")            # has a lock for threads that take events; starts none
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none

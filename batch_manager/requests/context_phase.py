@@ -1,0 +1,79 @@
+"""What an engine needs to continue a prompt that another engine has computed: the tensor `context_phase_params`."""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from ..config import is_host
+from ..errors import InvalidRequestError
+
+MAGIC = b"BMcp"
+VERSION = 1
+TICKET_BYTES = 16
+MOST_BYTES = 512                 # of the tensor
+_FIELDS = struct.Struct(f"<4sBBHI{TICKET_BYTES}sB")     # magic, version, 0, port, tokens, ticket, length of the host
+_CHECKSUM = struct.Struct("<I")
+_EXPECTED = "expected the tensor of that name from the final response of a context_only request"
+_WAY_OUT = "pass it on unchanged"
+
+
+class ContextPhaseParams(NamedTuple):
+    """Where the blocks of a prompt wait. The ticket is the only right to them, and works once: keep it secret.
+
+    host, port   address of the engine that holds them
+    ticket       16 random bytes
+    num_tokens   leading tokens of the prompt whose blocks are held; the others are computed again
+    """
+
+    host: str
+    port: int
+    ticket: bytes
+    num_tokens: int
+
+    def to_array(self) -> np.ndarray:
+        """Return the values as a tensor, uint8 [n]."""
+        host = self.host.encode("ascii")
+        fields = _FIELDS.pack(MAGIC, VERSION, 0, self.port, self.num_tokens, self.ticket, len(host)) + host
+        return np.frombuffer(fields + _CHECKSUM.pack(crc32(fields)), np.uint8).copy()
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "ContextPhaseParams":
+        """Read the tensor, a row of integers. Raises InvalidRequestError."""
+        if array.size > MOST_BYTES or ((array < 0) | (array > 255)).any():
+            raise _refused(f"has {array.size} elements" if array.size > MOST_BYTES else "has values outside of 0..255")
+        data = array.astype(np.uint8).tobytes()
+        fields, checksum = data[:-_CHECKSUM.size], data[-_CHECKSUM.size:]
+        if len(fields) < _FIELDS.size or _CHECKSUM.pack(crc32(fields)) != checksum:
+            raise _refused("is damaged or cut off")
+        magic, version, zero, port, num_tokens, ticket, length = _FIELDS.unpack_from(fields)
+        host = fields[_FIELDS.size:].decode("latin-1")
+        if magic != MAGIC or version != VERSION:
+            raise _refused("has another form" if magic != MAGIC else f"is of version {version}, not {VERSION}")
+        if zero or not port or len(host) != length or not is_host(host):
+            raise _refused("is damaged or cut off")
+        return cls(host, port, ticket, num_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as fields of `kv_transfer_params` in OpenAI's requests, with vLLM's names."""
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": self.host,
+                "remote_port": self.port, "remote_request_id": self.ticket.hex(), "remote_num_tokens": self.num_tokens}
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> "ContextPhaseParams":
+        """Read what `to_json` returned; other fields are ignored. Raises InvalidRequestError."""
+        host, port = fields.get("remote_host"), fields.get("remote_port")
+        ticket, num_tokens = fields.get("remote_request_id"), fields.get("remote_num_tokens", 0)
+        if (not is_host(host) or type(port) is not int or not 1 <= port <= 65535 or type(ticket) is not str
+                or len(ticket) != 2 * TICKET_BYTES or set(ticket) - set("0123456789abcdef")
+                or type(num_tokens) is not int or not 0 <= num_tokens < 2**32):
+            raise InvalidRequestError("kv_transfer_params are not those of an answer",
+                                      "expected remote_host, remote_port, remote_request_id and remote_num_tokens of "
+                                      "the answer to a request with do_remote_decode", _WAY_OUT)
+        return cls(str(host), port, bytes.fromhex(ticket), num_tokens)
+
+
+def _refused(fact: str) -> InvalidRequestError:
+    return InvalidRequestError(f"context_phase_params {fact}", _EXPECTED, _WAY_OUT)
