@@ -315,12 +315,13 @@ class KvTransferConfig:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{owner}{name} is {value!r:.200}", f"expected one of {', '.join(allowed)}")
-        peers = (self.host,) if self.peers is None else self.peers
-        if not isinstance(peers, list | tuple) or any(not is_host(host) for host in (self.host, *peers)):
-            raise ConfigError(f"{owner}host is {self.host!r:.200} and peers is {self.peers!r:.200}",
-                              "expected a name or an address of 1 to 255 ASCII characters, and a tuple of such",
-                              'pass for instance host="10.0.0.1"')
-        object.__setattr__(self, "peers", tuple(peers))
+        host, peers = "a name or an address of 1 to 255 ASCII characters", self.peers
+        if not is_host(self.host):
+            raise ConfigError(f"{owner}host is {self.host!r:.200}", f"expected {host}", 'pass for instance "10.0.0.1"')
+        if peers is not None and not (isinstance(peers, list | tuple) and all(map(is_host, peers))):
+            raise ConfigError(f"{owner}peers is {peers!r:.200}", f"expected None, or a tuple of which each is {host}",
+                              'pass for instance ("10.0.0.1",)')
+        object.__setattr__(self, "peers", None if peers is None else tuple(peers))
         put_count(self, "port", minimum=0, maximum=65535, owner=owner)
         fraction = exact_number(self.held_blocks_fraction)
         if fraction is None or not 0 < fraction <= 1:

@@ -220,9 +220,9 @@ class HandedBlocks(StoredBlocks):
     def _fetch(self, load: Fetch) -> None:
         """On a thread: fill the host blocks."""
         source, began, filled = load.source, time.monotonic(), 0
-        peers, count = self._config.peers or (), len(load.host_ids)
+        config, count = self._config, len(load.host_ids)
         try:
-            if source.host not in peers:
+            if source.host not in ((config.host,) if config.peers is None else config.peers):
                 load.reason = "is no host of KvTransferConfig.peers"
             elif not self._wait(self._opened, load.until) or not self._fingerprint:
                 load.reason = "is not asked before this engine knows the digest of its weights"

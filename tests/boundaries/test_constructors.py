@@ -13,6 +13,7 @@ from batch_manager import (
     BackendInfo,
     GptManager,
     KvCacheConfig,
+    KvTransferConfig,
     ParallelConfig,
     Parts,
     PeftCacheConfig,
@@ -102,6 +103,18 @@ SPECULATIVE_OPTIONS = {
     "prompt_lookup_min": ((1, 4), (0, -1, 5, None, *NO_COUNT)),        # the most is 4
 }
 
+HOSTS = ("", "a\n", "é", "x" * 256, None, 5, b"10.0.0.1")
+TRANSFER_OPTIONS = {
+    "role": (("producer", "consumer", "both"), ("prefill", "", None, 5, ["both"])),
+    "host": (("127.0.0.1", "::1", "x" * 255), HOSTS),
+    "port": ((0, 1, 65535), (-1, 65536, None, *NO_COUNT)),
+    "peers": ((None, (), ("10.0.0.1", "a")), ("10.0.0.1", 5, *((host,) for host in HOSTS))),
+    "load_failure_policy": (("recompute", "fail"), ("retry", "", None, 5)),
+    "held_blocks_fraction": ((5e-324, 0.5, 1, 1.0), (0, -0.1, 1.1, nan, inf, "1", None, True)),
+    "timeout_s": SECONDS,
+    "load_timeout_s": SECONDS,
+}
+
 OPTIONS = {
     "kv_cache_config": ((KvCacheConfig(),), (None, {}, KvCacheConfig, 5)),
     "enable_trt_overlap": FLAG,
@@ -136,6 +149,7 @@ OPTIONS = {
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
     "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
     "speculative_config": ((None, SpeculativeConfig()), ({}, SpeculativeConfig, "ngram", 5)),
+    "kv_transfer_config": ((None,), ({}, KvTransferConfig, "producer", 5)),    # others need enable_block_reuse
 }
 
 PART_OPTIONS = {
@@ -161,7 +175,8 @@ def cases(table: dict, which: int) -> list:
 def test_every_option_is_in_the_tables():
     for options, table in ((KvCacheConfig, KV_OPTIONS), (ParallelConfig, PARALLEL_OPTIONS),
                            (PeftCacheConfig, PEFT_OPTIONS), (SpeculativeConfig, SPECULATIVE_OPTIONS),
-                           (TrtGptModelOptionalParams, OPTIONS), (Parts, PART_OPTIONS)):
+                           (KvTransferConfig, TRANSFER_OPTIONS), (TrtGptModelOptionalParams, OPTIONS),
+                           (Parts, PART_OPTIONS)):
         assert [field.name for field in fields(options)] == list(table)
     arguments = set(inspect.signature(GptManager).parameters)
     assert arguments == {name for name, _ in ARGUMENTS} | GOOD.keys() | {"trt_engine_path"}
@@ -192,8 +207,9 @@ def test_a_bad_value_of_ranks(name, value):
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(("options", "table", "name"), [
     (options, table, name) for options, table in ((PeftCacheConfig, PEFT_OPTIONS),
-                                                  (SpeculativeConfig, SPECULATIVE_OPTIONS)) for name in table])
-def test_values_of_adapters_and_of_drafts(options, table, name, which):
+                                                  (SpeculativeConfig, SPECULATIVE_OPTIONS),
+                                                  (KvTransferConfig, TRANSFER_OPTIONS)) for name in table])
+def test_values_of_adapters_drafts_and_transfers(options, table, name, which):
     for value in table[name][which]:
         if not which:
             assert getattr(options(**{name: value}), name) == value

@@ -27,6 +27,8 @@ RUN_BY = {
     "def samples(first_id, prompt, count, **tensors):": "tests/examples/test_several_outputs.py",
     'KvCacheConfig(enable_block_reuse=True, disk_cache_path="cache", disk_cache_size=20 << 30)':
         "tests/integration/test_prompt_cache_on_disk.py runs engines with it",
+    "from batch_manager import KvCacheConfig, KvTransferConfig, TrtGptModelOptionalParams":
+        "tests/integration/test_contexts_from_another_engine.py runs engines with these options",
     "import asyncio": "here",
     "from batch_manager.extras.async_llm import AsyncLLM": "here",
     "from batch_manager.extras.text import TextStream, chat_prompt": "here",
