@@ -7,7 +7,8 @@ from math import inf
 from typing import NamedTuple
 
 from ..errors import BatchManagerError
-from ..names import ErrorCode, FinishReason
+from ..names import ErrorCode, FinishReason, RequestType
+from ..requests.context_phase import ContextPhaseParams
 from ..requests.inference_request import TENSORS, InferenceRequest
 from ..requests.tensor_values import scalar
 from ..responses.named_tensor import NamedTensor, OneTokenTensor
@@ -51,6 +52,7 @@ class Delta:
     responses      for requests with logits or beams: the responses with these tokens. Each is the list of NamedTensor
                    that `send_response_cb` gets
     metrics        PerfMetrics, in the last delta of a request with `return_perf_metrics`; otherwise None
+    context_phase_params   ContextPhaseParams, in the last delta of a context_only request; otherwise None
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Delta:
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
     responses: list[list[NamedTensor]] = field(default_factory=list)
     metrics: PerfMetrics | None = None
+    context_phase_params: ContextPhaseParams | None = None
 
 
 class Wants(NamedTuple):
@@ -69,6 +72,7 @@ class Wants(NamedTuple):
     top_log_probs: bool
     tensors: bool
     metrics: bool
+    context_phase: bool = False
 
     @classmethod
     def of(cls, request: InferenceRequest) -> "Wants":
@@ -76,7 +80,8 @@ class Wants(NamedTuple):
         return cls(_asks(request, "return_log_probs"), _asks(request, "return_top_log_probs"),
                    any(_asks(request, name) for name in (
                        "return_context_logits", "return_generation_logits", "beam_width")),
-                   _asks(request, "return_perf_metrics"))
+                   _asks(request, "return_perf_metrics"),
+                   request.request_type in (RequestType.CONTEXT_ONLY, RequestType.CONTEXT_ONLY.value))
 
 
 def pieces(tensors: list[NamedTensor], final: bool, wants: Wants) -> "Piece":
@@ -182,6 +187,8 @@ class Mailbox:
             delta.responses.append(tensors)
         if self.wants.metrics:
             delta.metrics = PerfMetrics.of(tensors)
+        if self.wants.context_phase and tensors[-1].name == "context_phase_params":
+            delta.context_phase_params = ContextPhaseParams.of(tensors[-1].array)
 
     @property
     def is_awaited(self) -> bool:

@@ -132,7 +132,7 @@ class BlockServer:
         start_with_enough_stack(self._acceptor)
 
     def close(self) -> None:
-        """Accept nobody any more, and end all exchanges at their next frame. Idempotent."""
+        """Accept no connection any more, and end all exchanges at their next frame. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

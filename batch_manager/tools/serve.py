@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     add_shared(parser.add_argument, "--block-reuse", shown="on", default=True)
     parser.add_argument("--kv-events-config", metavar="JSON", help="publish events of the prefix cache, as vLLM does, "
                         """for instance {"endpoint": "tcp://*:5557"} (off); they hold prompts""")
+    parser.add_argument("--kv-transfer-config", metavar="JSON", help="compute prompts for other servers, or take them")
     parser.add_argument("--max-queued-requests", type=int)
     parser.add_argument("--enable-lora", action="store_true", help="accept LoRA adapters; so do the options below")
     add_shared(parser.add_argument, "--lora-modules", "clients name them as model")

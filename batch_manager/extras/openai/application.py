@@ -41,6 +41,7 @@ from .responses import (
     json_response,
 )
 from .service import OpenAIService
+from .transfers import options_of_json
 
 if TYPE_CHECKING:
     from ..kv_events import KvEventPublisher
@@ -60,7 +61,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 def make_app(model: str, *, served_model_name: str | None = None, block_reuse: bool = True,
              allowed_origins: Sequence[str] = (), tool_call_parser: str = AUTO, reasoning_parser: str = AUTO,
              adapters: AdapterOptions | None = None, kv_events_config: str | None = None,
-             **params: Any) -> Starlette:
+             kv_transfer_config: str | None = None, **params: Any) -> Starlette:
     """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     model              folder with a tokenizer, or a `.gguf` file
@@ -70,6 +71,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
                        `auto`: those of its chat template; `none`: no calls, and reasoning in the text
     adapters           LoRA adapters, and whether clients may load further ones; None: there are none
     kv_events_config   JSON for KvEventPublisher.of_json; None: no events of the prefix cache
+    kv_transfer_config   JSON for transfers.options_of_json; None: each prompt is computed here, and for this server
     params             fields of TrtGptModelOptionalParams
 
     Raises ConfigError for an origin that is none, for an empty name, and for the name of an unknown format.
@@ -78,6 +80,8 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     if served_model_name == "":
         raise ConfigError("served_model_name is empty", "expected the name that clients use",
                           "leave it out to use the name of the folder or file")
+    params["kv_transfer_config"] = kv_transfer_config
+    engine_params(block_reuse=block_reuse, **params)         # refuses what is wrong before the model is loaded
     names = [served_model_name or os.path.basename(os.path.abspath(model))]
     origins = [normal_origin(origin) for origin in allowed_origins]
 
@@ -118,11 +122,14 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     return app
 
 
-def engine_params(*, block_reuse: bool, kv_events_config: str | None = None,
+def engine_params(*, block_reuse: bool, kv_events_config: str | None = None, kv_transfer_config: str | None = None,
                   **params: Any) -> TrtGptModelOptionalParams:
     """Return the optional parameters of the application's engine, which all its ranks need."""
-    cache = KvCacheConfig(enable_block_reuse=block_reuse, event_tokens=kv_events_config is not None)
-    return TrtGptModelOptionalParams(kv_cache_config=cache, flush_stats_when_idle=True, **params)
+    transfer, host_cache_size = (None, 0) if kv_transfer_config is None else options_of_json(kv_transfer_config)
+    cache = KvCacheConfig(enable_block_reuse=block_reuse, event_tokens=kv_events_config is not None,
+                          host_cache_size=host_cache_size)
+    return TrtGptModelOptionalParams(kv_cache_config=cache, kv_transfer_config=transfer, flush_stats_when_idle=True,
+                                     **params)
 
 
 def publisher_of(config: str | None) -> "KvEventPublisher | None":

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...names import RequestType
+from ...requests.context_phase import ContextPhaseParams
 from ..sampling import Sampling
 from .errors import refused
 from .json_object import JsonObject, parsed_json
 from .messages import read_messages
 from .tools import ToolChoice, read_tools
+from .transfers import read_transfer
 from .unread_fields import log_once
 
 MOST_TEXTS = 1024
@@ -29,6 +32,7 @@ class ParsedBody:
     has_reasoning    whether the answer has reasoning apart from the text
     max_thinking_tokens   most tokens of reasoning, or None
     prompt_end       the last characters of a chat's prompt, which may open the reasoning
+    request_type, context_phase   what another server computes, and where its blocks wait
     form             what another form of the API needs for its answer
     has_events       whether the answer is made of events, whatever else the request asks for
     """
@@ -51,6 +55,8 @@ class ParsedBody:
     max_thinking_tokens: int | None = None
     prompt_end: str = ""
     has_events: bool = False
+    request_type: RequestType = RequestType.CONTEXT_AND_GENERATION
+    context_phase: ContextPhaseParams | None = None
     form: Any = None
 
 
@@ -115,8 +121,19 @@ def read_fields(fields: JsonObject, is_chat: bool) -> ParsedBody:
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0), logit_bias=_logit_bias(fields),
         log_probs=log_probs, top_log_probs=top_log_probs or 0, raw_log_probs=log_probs, priority=_priority(fields))
+    _transfer(fields, parsed)
     fields.check_rest(is_chat)
     return parsed
+
+
+def _transfer(fields: JsonObject, parsed: ParsedBody) -> None:
+    parsed.request_type, parsed.context_phase = read_transfer(fields)
+    if parsed.request_type is not RequestType.CONTEXT_AND_GENERATION and parsed.count * len(parsed.prompts) > 1:
+        raise refused("kv_transfer_params", f"got {parsed.count * len(parsed.prompts)} outputs; expected one prompt "
+                                            "and n: 1")
+    if parsed.request_type is RequestType.CONTEXT_ONLY and parsed.is_streaming:
+        raise refused("kv_transfer_params", "do_remote_decode is true and stream is true; the answer has one token; "
+                                            "expected stream: false")
 
 
 def _prompts(fields: JsonObject) -> list[Any]:

@@ -17,6 +17,7 @@ from ...aio.mailbox import Delta
 from ...contained_log import log
 from ...errors import BatchManagerError, ConfigError
 from ...names import FinishReason
+from ...requests.context_phase import ContextPhaseParams
 from ...responses.perf_metrics import PerfMetrics
 from ...responses.tensors import RESPONSE_TENSORS
 from ..chat_template import chat_prompt, check_variables, compile_templates
@@ -34,6 +35,7 @@ from .held_calls import HeldCalls
 from .prompt_log_probs import prompt_log_probs
 from .shapes import DONE, Shapes, WholeLogProbs, finish_reason, message_of, usage
 from .token_names import TokenNames
+from .transfers import answered
 
 LONG_BODY = 8192    # bytes; parsing a longer body may delay other requests' tokens
 MANY_VALUES = 256   # of a body; a kilobyte has as many texts, and each has to be tokenized
@@ -277,7 +279,7 @@ class _Choice:
     """
 
     __slots__ = ("index", "stream", "text", "prompt_ids", "waits_for_prompt", "prompt", "first_token", "positions",
-                 "metrics", "observe")
+                 "metrics", "observe", "context_phase")
 
     def __init__(self, index: int, stream: Stream, text: GeneratedText | ParsedOutput, prompt_ids: list[int],
                  waits_for_prompt: bool, positions: TokenPositions | None,
@@ -286,11 +288,14 @@ class _Choice:
         self.prompt_ids, self.waits_for_prompt, self.prompt = prompt_ids, waits_for_prompt, None
         self.first_token: float | None = None
         self.metrics: PerfMetrics | None = None      # comes with the last delta; never after a stop string
+        self.context_phase: ContextPhaseParams | None = None
 
     def add(self, delta: Delta) -> Any:
         if self.first_token is None:
             self.first_token = monotonic()
         piece, self.metrics = self.text.add(delta), delta.metrics
+        if delta.context_phase_params is not None:
+            self.context_phase = delta.context_phase_params
         if self.metrics is not None and self.observe is not None:
             self.observe(self.metrics, len(self.text.tokens))
         self.text.log_probs.clear()          # those of the delta are sent, or serialized
@@ -380,7 +385,8 @@ class Answer:
             self.cancel()
         return self._shapes.whole(
             [(message_of(text) if isinstance(text, Collected) else text, log_probs, choice.reason)
-             for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self.usage(), self._timings())
+             for choice, (text, log_probs) in zip(self._choices, texts, strict=True)], self.usage(), self._timings(),
+            None if (context := self._choices[0].context_phase) is None else answered(context))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; the last is `[DONE]`.
@@ -449,7 +455,10 @@ class Answer:
             text = self._parsed_output(prompt_ids)
         else:
             text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
-        options |= {"priority": sampling.priority, "arrival_time": self._arrived, "adapter": self._adapter}
+        options |= {"priority": sampling.priority, "arrival_time": self._arrived, "adapter": self._adapter,
+                    "request_type": self._parsed.request_type}
+        if self._parsed.context_phase is not None:
+            tensors["context_phase_params"] = self._parsed.context_phase.to_array()
         return tensors, options, text
 
     def _parsed_output(self, prompt_ids: list[int]) -> ParsedOutput:

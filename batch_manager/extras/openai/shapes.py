@@ -109,10 +109,11 @@ class Shapes:
         return b"data: " + orjson.dumps({**self._of_chunks, "choices": [], **more}) + b"\n\n"
 
     def whole(self, texts: Sequence[tuple[str | dict[str, Any], bytes, str | None]], usage: dict[str, Any],
-              timings: dict[str, float | None] | None) -> bytes:
+              timings: dict[str, float | None] | None, transfer: dict[str, Any] | None = None) -> bytes:
         """Return the body of a non-streaming answer.
 
-        texts   (text or message, JSON of its log-probabilities, finish reason) of each output
+        texts      (text or message, JSON of its log-probabilities, finish reason) of each output
+        transfer   where another server finds the blocks of the prompt, or None
         """
         before = b'"message":' if self._is_chat else b'"text":'
         parts = [orjson.dumps(self._head)[:-1], b',"choices":[']
@@ -121,6 +122,7 @@ class Shapes:
             parts += (b'%s{"index":%d,' % (b"," if index else b"", index), before, orjson.dumps(text),
                       b',"logprobs":', log_probs, b',"finish_reason":', orjson.dumps(reason), b"}")
         more = {} if timings is None else {"timings": timings}
+        more |= {} if transfer is None else {"kv_transfer_params": transfer}
         return b"".join((*parts, b"],", orjson.dumps({"usage": usage, **more})[1:]))
 
     def log_probs(self, tokens: Sequence[int], values: Sequence[float | None],

@@ -69,7 +69,6 @@ NOT_BUILT: dict[str, tuple[Any, str]] = {
     "return_token_offsets": ([False], _NOT_IN_ANSWERS), "return_prompt_text": ([False], _NOT_IN_ANSWERS),
     "return_mm_kwargs": (ANY, ""), "routed_experts_prompt_start": (ANY, ""),
     "cache_salt": ([], "the cache is shared by all requests"), "repetition_detection": ([], _NOT_A_SAMPLER),
-    "kv_transfer_params": ([], "KV caches are not transferred"),
     "ec_transfer_params": ([], "KV caches are not transferred"), "vllm_xargs": ([{}], "there are no extensions"),
     "stream_interval": ([1], "each step's text is sent at once"),
     "prompt_embeds": ([], "prompts are text or token ids"),
