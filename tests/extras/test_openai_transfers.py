@@ -68,8 +68,9 @@ GOOD = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5,
 
 
 @pytest.mark.parametrize("given, more, text", [
-    ({"do_remote_decode": True, "do_remote_prefill": True}, {}, "not both"), ({"do_remote_decode": 1}, {}, "to be true"),
-    ({**GOOD, "remote_port": "5"}, {}, "expected remote_host, remote_port"), ({"do_remote_prefill": True}, {}, "expected"),
+    ({"do_remote_decode": True, "do_remote_prefill": True}, {}, "not both"),
+    ({"do_remote_decode": 1}, {}, "to be true"), ({"do_remote_prefill": True}, {}, "expected"),
+    ({**GOOD, "remote_port": "5"}, {}, "expected remote_host, remote_port"),
     ("x", {}, "kv_transfer_params"), (DECODE_ELSEWHERE, {"stream": True}, "stream"),
     (DECODE_ELSEWHERE, {"n": 2}, "got 2 outputs"), (GOOD, {"prompt": ["a", "b"]}, "got 2 outputs")])
 def test_fields_that_are_refused(given, more, text):
@@ -108,7 +109,8 @@ def server(role, **config):
     config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"load_timeout_s": 20}, **config}
     process = subprocess.Popen(
         [sys.executable, "-m", "batch_manager.tools", "serve", str(MODEL), "--port", str(port), "--max-batch-size", "4",
-         "--kv-transfer-config", json.dumps(config)], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+         "--kv-transfer-config", json.dumps(config)], stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
