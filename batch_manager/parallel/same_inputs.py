@@ -109,7 +109,7 @@ class SameInputs:
             self._leader.ask(("fields", tuple(asked[rank])), rank)
         fields = {0: [self._fields(items[index]) for index in asked[0]], **self._answers()}
         found = {rank: dict(zip(asked[rank], fields[rank], strict=True)) for rank in keys}
-        return {number: _difference({rank: found[rank][index] for rank, index in places.items()})
+        return {number: difference({rank: found[rank][index] for rank, index in places.items()})
                 for number, places in unequal}
 
     # ---------------------------------------------------------------- the callbacks
@@ -166,7 +166,7 @@ def _same(keys: Mapping[int, list[Key]]) -> set[Key]:
     return {key for key, *others in zip(*in_order, strict=True) if all(other == key for other in others)}
 
 
-def _difference(given: Mapping[int, Sequence[Described]]) -> str:
+def difference(given: Mapping[int, Sequence[Described]]) -> str:
     """Return the first field in which the items of some ranks differ, with its values, as ": ...", or ""."""
     fields = {rank: {name: (tuple(shape), content) for name, shape, content in of_rank}
               for rank, of_rank in given.items()}

@@ -4,7 +4,11 @@ All engines run in the same four processes, one after the other. Every family ha
 tests/models/test_ranks.py, with threads as ranks.
 """
 
+import contextlib
 import json
+import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from tests.models.conftest import reference  # noqa: F401
 from tests.models.test_ranks import HEADS, MORE, ONE, PROMPTS, TWO
 from tests.models.test_same_logits_as_transformers import FAMILIES
 
-from .engines import Job, manager_of, run_alone, run_ranks
+from .engines import Job, manager_of, run_alone, run_rank, run_ranks
 
 NEW_TOKENS = 4
 # (tensor_parallel_size, pipeline_parallel_size) -> cases, and what differs from HEADS in them. The stages of the other
@@ -139,3 +143,41 @@ def test_a_size_that_does_not_divide_is_named_on_every_rank(reference, processes
     job = Job(folder, [], {"tensor": sizes[0], "stages": sizes[1]})
     errors = processes.run(refusal, [(port, rank, job) for rank in range(sizes[0] * sizes[1])])
     assert all(says in error for error in errors), errors
+
+
+def open_here():
+    """Return the names of the threads of this process, and its open sockets."""
+    sockets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):             # that of this listing
+            sockets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {thread.name for thread in threading.enumerate()}, {name for name in sockets if name.startswith("socket")}
+
+
+def fail_then_start(port, rank, job, empty):
+    """Start without the model's folder on rank 1, then with it. Returns the error, and what was left after it."""
+    before, folder = open_here(), os.path.dirname(job.folder)
+    os.chdir(empty if rank else folder)
+    with pytest.raises(ConfigError) as raised:
+        manager_of(port, rank, job._replace(folder=os.path.basename(job.folder)), Client() if rank == 0 else None)
+    error, deadline = str(raised.value), time.monotonic() + 5
+    del raised
+    while (left := [now - then for now, then in zip(open_here(), before)]) != [set(), set()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    os.chdir(folder)
+    return error, left, run_rank(port, rank, [job])
+
+
+def test_a_model_that_is_missing_on_one_rank_is_told_to_all_and_a_failed_start_leaves_nothing(
+        reference, processes, port, tmp_path):  # noqa: F811
+    """No thread and no socket is left, and the ranks start again at the same address."""
+    folder = reference("Llama", num_hidden_layers=2, **HEADS)[1]
+    job = Job(str(folder), [((0, PROMPTS[0], 3), {})], {"tensor": 2})
+    answers = processes.run(fail_then_start, [(port, rank, job, str(tmp_path)) for rank in (0, 1)])
+    for error, left, _ in answers:
+        assert f"rank 1 found no checkpoint at {os.path.basename(folder)}" in error
+        assert left == [set(), set()]
+    ((answer, _),) = answers[0][2]
+    assert not answer[0].error
