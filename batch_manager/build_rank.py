@@ -20,9 +20,11 @@ from .loop.follower import Follower
 from .loop.generation_loop import GenerationLoop
 from .options import plan_engine, settle
 from .parallel.control import WakeUpPipe, join, lead, own_address
+from .parallel.leader import Leader
 from .parallel.leading import LeadingBackend
+from .parallel.link import Link
 from .parallel.mapping import Place, place_of
-from .parallel.ranks import Leader, Link, in_words
+from .parallel.ranks import in_words
 from .parallel.same_inputs import SameInputs
 from .requests.item_digest import item_digest, item_fields
 from .seams import ModelBackend

@@ -143,7 +143,7 @@ class WorkerControl:
         self._claimed_by: dict[str, int] = {}
         self.not_compiled = self.not_captured = ""         # as in EngineInfo
         self.absent: dict[str, str] = {}                   # likewise
-        self.ranks: Any = None                             # parallel.ranks.Leader or Link, if there are several
+        self.ranks: Any = None                             # parallel.leader.Leader or link.Link, if there are several
         self.draining = False
         self.aborting = False
         self.heartbeat = Heartbeat(clock.monotonic())

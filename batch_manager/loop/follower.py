@@ -23,7 +23,7 @@ SECONDS_BETWEEN_LOOKS = 1.0      # without a frame and without a wake-up
 
 
 class LinkToRank0(Protocol):
-    """What a Follower uses of parallel.ranks.Link, which documents it."""
+    """What a Follower uses of parallel.link.Link, which documents it."""
 
     rank: int
     end: str | None

@@ -19,7 +19,9 @@ from ..errors import ConfigError, counted
 from ..one_shot_event import OneShotEvent
 from ..thread_stack import start_with_enough_stack
 from .channel import VERSION, Channel, Kind, LostError
-from .ranks import Leader, Link, Ranks
+from .leader import Leader
+from .link import Link
+from .ranks import Ranks
 
 T = TypeVar("T")
 KEY_BYTES = 16

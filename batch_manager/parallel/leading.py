@@ -10,7 +10,7 @@ from ..errors import DeviceLostError, is_a
 from ..handover import ScheduledBatch, StepOutput
 from ..seams import BackendInfo, MemoryUsage, ModelBackend, PendingStep
 from .channel import MOST_PAYLOAD
-from .ranks import Leader, RankError
+from .leader import Leader, RankError
 
 
 class LeadingBackend:

@@ -1,20 +1,19 @@
-"""Rank 0 and the other ranks: how they start together, run steps together, notice a loss, and end.
+"""Rank 0 and the other ranks: how they start together, notice a loss, and end.
 
-Rank 0 has a Leader with a channel to each other rank, which has a Link. There is no membership, no election and no
-retry. The first loss ends all: rank 0 tells the ranks that are left, and no rank waits for the lost one.
+Rank 0 has a Leader (leader.py) with a channel to each other rank, which has a Link (link.py). There is no membership,
+no election and no retry. The first loss ends all: rank 0 tells the ranks that are left, and no rank waits for the lost
+one.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import copy
 from typing import Any
 
 from ..errors import BatchManagerError, ConfigError, DeviceLostError, is_a, text_of, type_name
-from ..handover import ScheduledBatch
 from .channel import Channel, Kind, LostError
-from .wire import WireError, unpack
+from .wire import WireError
 
 FAILED = "failed"                # the name of a phase of the start that no rank asks for
 LONGEST_BEAT_S = 0.5
@@ -24,14 +23,6 @@ SECONDS_FOR_THE_REASON = 1.0     # for the news of a loss, after an exchange ins
 WAITS = 32                       # in each of these times
 MOST_DIFFERENCES = 4             # that a message has
 Wait = Callable[[float, Collection[int]], Collection[int]]
-
-
-class RankError(RuntimeError):
-    """A step raised on another rank. The text names the rank and the class of the exception, and no content."""
-
-
-class RankOutOfMemoryError(RankError, MemoryError):
-    """Another rank ran out of memory in a step."""
 
 
 class Ranks:
@@ -142,10 +133,10 @@ class Ranks:
         if self._failure is not None:
             raise self._failure
         if self.lost is not None:
-            raise _start_failed(self.lost.fact)
+            raise start_failed(self.lost.fact)
 
     def _note_failure(self, rank: int, reason: str) -> None:
-        self._failure = _start_failed(f"rank {rank}: {reason}")
+        self._failure = start_failed(f"rank {rank}: {reason}")
         for channel in self._channels.values():
             with suppress(LostError):                  # it has failed itself, or will find the end of the connection
                 channel.send(Kind.HELLO, (FAILED, f"rank {rank}: {reason}" if self.rank == 0 else reason))
@@ -190,7 +181,7 @@ class Ranks:
                 if self.rank == 0:
                     self._note_failure(other, str(content))
                 else:
-                    self._failure = _start_failed(str(content))
+                    self._failure = start_failed(str(content))
                 assert self._failure is not None
                 self.on_failure(self._failure)
         else:
@@ -247,262 +238,6 @@ class Ranks:
         raise NotImplementedError
 
 
-class Leader(Ranks):
-    """Rank 0 and its channels.
-
-    num_differences   requests refused so far because they were not the same on every rank; SameInputs counts them
-    """
-
-    def __init__(self, channels: Mapping[int, Channel], wait: Wait, rank_timeout_s: float) -> None:
-        super().__init__(0, channels, wait, rank_timeout_s)
-        self._num_steps = self.slowest_rank = self.num_differences = 0
-        self._running: dict[int, set[int]] = {}        # number of a step -> ranks that have not done it
-        self._errors: dict[int, list[tuple[int, Any]]] = {}
-        self._answers: dict[int, deque[Any]] = {other: deque() for other in channels}
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self._channels) + 1
-
-    def exchange(self, phase: str, value: Any = None) -> list[Any]:
-        with self._reading:
-            while True:
-                self._check_start()
-                if all(self._hellos.values()):
-                    break
-                self._receive(self._wait(self.beat_s, self._channels))
-        theirs = {other: hellos.popleft() for other, hellos in self._hellos.items()}
-        for other, (theirs_phase, _) in theirs.items():
-            if theirs_phase != phase:
-                self._note_failure(other, f"its start is at {theirs_phase!r}, and that of rank 0 at {phase!r}")
-                self._check_start()
-        values = (value, *[theirs[other][1] for other in sorted(theirs)])
-        for other in self._channels:
-            self._send(other, Kind.HELLO, (phase, values))
-        return list(values)
-
-    # ---------------------------------------------------------------- steps
-
-    def send_step(self, batch: ScheduledBatch, drawn: tuple[Any, ...] = (), late: Collection[int] = ()) -> int:
-        """Send a step to every other rank, and return its number.
-
-        drawn   arrays for the other ranks' `put_drawn`, such as the tokens drawn since the last step
-        late    ranks that get the step by `send_late_step`
-
-        Raises DeviceLostError.
-        """
-        number = self._num_steps
-        self._num_steps += 1
-        self._running[number] = set(self._channels)
-        self.send_late_step(number, batch, drawn, [other for other in self._channels if other not in late])
-        return number
-
-    def send_late_step(self, number: int, batch: ScheduledBatch, drawn: tuple[Any, ...], ranks: Collection[int]
-                       ) -> None:
-        """Send a step that has a number to some ranks. Raises DeviceLostError."""
-        self.check()
-        for other in ranks:
-            self._send(other, Kind.STEP, (number, batch, drawn))
-        self.check()
-
-    def wait_done(self, number: int) -> None:
-        """Wait until every other rank has done a step. Call it once for each step.
-
-        Raises RankError if the step raised on a rank, and DeviceLostError if a rank is lost.
-        """
-        with self._reading:
-            running = self._running[number]
-            if running:
-                self._receive(self._channels)
-            if not running:
-                self.slowest_rank = 0
-            while running:
-                self.check()
-                self._receive(self._wait(self.beat_s, self._channels))
-        del self._running[number]
-        errors = self._errors.pop(number, [])
-        for rank, (name, is_out_of_memory, is_lost) in sorted(errors):
-            if is_lost:
-                self._lose(rank, f"lost its device ({name})")
-                self.check()
-            raise (RankOutOfMemoryError if is_out_of_memory else RankError)(f"rank {rank} raised {name}")
-
-    def ask(self, value: Any, rank: int | None = None) -> None:
-        """Send an ASK frame to a rank; None: to every other rank. Raises DeviceLostError."""
-        self.check()
-        for other in self._channels if rank is None else (rank,):
-            self._send(other, Kind.ASK, value)
-        self.check()
-
-    def answers(self) -> dict[int, Any]:
-        """Wait for one ASK frame from every other rank. Returns rank -> value. Raises DeviceLostError."""
-        with self._reading:
-            while not all(self._answers.values()):
-                self.check()
-                self._receive(self._wait(self.beat_s, self._channels))
-        return {other: answers.popleft() for other, answers in self._answers.items()}
-
-    def check(self) -> None:
-        """Raise DeviceLostError if a rank is lost."""
-        if self.lost is not None:
-            raise copy(self.lost)
-
-    def find_lost(self) -> None:
-        """After an exchange inside a step has failed here: raise DeviceLostError with the name of the lost rank.
-
-        Returns if no rank is found lost within twice SECONDS_FOR_THE_REASON. The other ranks, whose exchanges fail as
-        well, wait half as long before they end, so that the one that fails by itself is named.
-        """
-        self._read_until(lambda: self.lost is not None, 2 * SECONDS_FOR_THE_REASON)
-        self.check()
-
-    def _take(self, other: int, kind: Kind, value: Any) -> None:
-        if kind is Kind.DONE:
-            number, error = value
-            if error is not None:
-                name, is_out_of_memory, is_lost = error
-                self._errors.setdefault(number, []).append((other, (str(name), bool(is_out_of_memory), bool(is_lost))))
-            self._running[number].remove(other)
-            if not self._running[number]:
-                self.slowest_rank = other
-        elif kind is Kind.ASK:
-            self._answers[other].append(value)
-        elif kind is Kind.END:
-            drains, reason = value
-            if reason:
-                self._lose(other, f"ended: {reason}")
-            else:
-                self.end_asked = bool(drains) and self.end_asked is not False
-                self.on_end(self.end_asked)
-        else:
-            super()._take(other, kind, value)
-
-    def close(self, reason: str = "") -> None:
-        if self.lost is None and not self._is_closed:
-            self.before_end()
-        if not self._begins_to_close():
-            return
-        if reason and self.lost is None and not self.is_starting:        # no callback waits for an answer any more
-            self.lost = DeviceLostError(reason, "an engine of several ranks needs all of them")
-        try:
-            self._tell_the_rest(reason)
-            # An end that still has bytes to read must not be closed: the other one would lose our last frame.
-            with self._reading:
-                left = set(self._channels) - {self._lost_rank}
-                for _ in range(WAITS):
-                    for other in list(self._wait(SECONDS_TO_CLOSE / WAITS, left)) if left else ():
-                        try:
-                            self._channels[other].receive()
-                        except LostError:
-                            left.discard(other)
-        finally:                                       # an exception may be injected into the worker
-            for channel in self._channels.values():
-                channel.close()
-
-
-class Link(Ranks):
-    """Another rank than rank 0, and its channel to rank 0.
-
-    end   what rank 0 said when it ended, or None: "" after a shutdown, else the reason
-    """
-
-    def __init__(self, rank: int, num_ranks: int, channel: Channel, wait: Wait, rank_timeout_s: float) -> None:
-        super().__init__(rank, {0: channel}, wait, rank_timeout_s)
-        self._num_ranks = num_ranks
-        self._channel = channel
-        self._frames: deque[tuple[str, Any]] = deque()
-        self.end: str | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        return self._num_ranks
-
-    def exchange(self, phase: str, value: Any = None) -> list[Any]:
-        self._check_start()
-        self._send(0, Kind.HELLO, (phase, value))
-        with self._reading:
-            while not self._hellos[0]:
-                self._check_start()
-                self._receive(self._wait(self.beat_s, self._channels))
-        theirs_phase, values = self._hellos[0].popleft()
-        if theirs_phase != phase or type(values) is not tuple or len(values) != self._num_ranks:
-            raise _start_failed(f"rank 0: its start is at {theirs_phase!r}, and that of this rank at {phase!r}")
-        return list(values)
-
-    def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for bytes from rank 0."""
-        self._wait(seconds, self._channels)
-
-    def next_frame(self, seconds: float) -> tuple[str, Any] | None:
-        """Return ("STEP" or "ASK", value) of the next frame, after waiting up to `seconds` for it; None: there is none.
-
-        Returns None once rank 0 has ended, see `end`. Raises DeviceLostError if rank 0 is lost, after the frames that
-        came before.
-        """
-        with self._reading:
-            if not self._frames and self.lost is None and self.end is None:
-                self._receive(self._wait(seconds, self._channels))
-        if self._frames:
-            return self._frames.popleft()
-        if self.lost is not None and self.end is None:
-            raise copy(self.lost)
-        return None
-
-    def done(self, number: int, error: tuple[str, bool, bool] | None) -> None:
-        """Tell rank 0 that a step is done.
-
-        error   None, or the class of the step's exception, whether memory is short, whether the device is lost
-        """
-        self._send(0, Kind.DONE, (number, error))
-
-    def waits_for_end(self) -> bool:
-        """Wait up to SECONDS_FOR_THE_REASON until rank 0 has ended or is lost, and return whether it is."""
-        return self._read_until(lambda: self.end is not None or self.lost is not None, SECONDS_FOR_THE_REASON)
-
-    def answer(self, value: Any) -> None:
-        """Send an ASK frame to rank 0."""
-        self._send(0, Kind.ASK, value)
-
-    def ask_to_end(self, drain: bool) -> None:
-        """Ask rank 0 to shut the engine down."""
-        self._send(0, Kind.END, (drain, ""))
-
-    def _take(self, other: int, kind: Kind, value: Any) -> None:
-        if kind is Kind.STEP:
-            number, batch, drawn = value
-            if type(batch) is not ScheduledBatch or type(number) is not int or type(drawn) is not tuple:
-                raise TypeError
-            self._frames.append((kind.name, value))
-        elif kind is Kind.ASK:
-            what, *content = value
-            if what == "responses":                    # each was packed when it was made
-                value = what, tuple([unpack(response) for response in content[0]])
-            self._frames.append((kind.name, value))
-        elif kind is Kind.END:
-            _, reason = value
-            if self.is_starting and self._failure is None:
-                self._failure = _start_failed(f"rank 0: {reason}")
-                self.on_failure(self._failure)
-            if self.end is None:                       # rank 0 says why it was lost, then that its engine fails
-                self.end = str(reason)
-            self.on_change()
-        else:
-            super()._take(other, kind, value)
-
-    def _lose(self, other: int, reason: str) -> None:
-        if self.end is None:                           # else rank 0 has said so before it closed
-            super()._lose(other, reason)
-
-    def close(self, reason: str = "") -> None:
-        if not self._begins_to_close():
-            return
-        try:
-            if self.end is None and self.lost is None:
-                self._tell_the_rest(reason or "it was closed")
-        finally:
-            self._channel.close()
-
-
 def in_words(ranks: Collection[int]) -> str:
     """Return "rank 2", or "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -518,7 +253,8 @@ def differing(values: Mapping[int, Any]) -> str:
     return " and ".join(f"{value} on {in_words(ranks)}" for value, ranks in by_value.items())
 
 
-def _start_failed(reason: str) -> ConfigError:
+def start_failed(reason: str) -> ConfigError:
+    """Return the error of each rank if one cannot start. The reason names that rank."""
     return ConfigError(reason, "all ranks start together, or none does",
                        "correct that rank, then start all ranks again")
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceLostError, InvalidRequestError
-from .ranks import Leader, differing, in_words
+from .leader import Leader
+from .ranks import differing, in_words
 from .wire import pack
 
 MOST_EXPLAINED = 16                      # requests of one get whose difference is looked for

@@ -14,7 +14,8 @@ from batch_manager.loop.followed_callbacks import FollowedCallbacks
 from batch_manager.loop.follower import Follower
 from batch_manager.loop.generation_loop import GenerationLoop
 from batch_manager.parallel.channel import Channel, MemoryTransport
-from batch_manager.parallel.ranks import Leader, Link
+from batch_manager.parallel.leader import Leader
+from batch_manager.parallel.link import Link
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.seams import BackendInfo, MemoryUsage
 from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend

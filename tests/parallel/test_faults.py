@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from batch_manager.layers.linear import Linear
-from batch_manager.parallel.ranks import Link
+from batch_manager.parallel.link import Link
 from batch_manager.runtime.ranks.staged_model import StagedModel
 from tests.harness.client import Client
 from tests.harness.requests import request

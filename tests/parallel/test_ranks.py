@@ -11,8 +11,9 @@ from batch_manager.errors import ConfigError, DeviceLostError
 from batch_manager.handover import ScheduledBatch
 from batch_manager.names import ErrorCode
 from batch_manager.parallel.channel import HEADER_SIZE, Channel, Kind, LostError, MemoryTransport
+from batch_manager.parallel.leader import Leader, RankError, RankOutOfMemoryError
 from batch_manager.parallel.leading import LeadingBackend
-from batch_manager.parallel.ranks import Leader, Link, RankError, RankOutOfMemoryError
+from batch_manager.parallel.link import Link
 from tests.harness.ranks import RANK_TIMEOUT_S, DrawingBackend, MemoryRanks, ScriptedRank, different_tokens
 from tests.harness.requests import request
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from batch_manager.guard import Guard
 from batch_manager.loop.callbacks import GuardedCallbacks
 from batch_manager.loop.followed_callbacks import FollowedCallbacks
-from batch_manager.parallel.ranks import Link
+from batch_manager.parallel.link import Link
 from batch_manager.requests.inference_request import InferenceRequest
 
 from .faults import Place

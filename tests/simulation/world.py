@@ -23,7 +23,7 @@ from batch_manager.kv.block_pool import OutOfBlocksError
 from batch_manager.loop.followed_callbacks import FollowedCallbacks
 from batch_manager.names import ContextChunkingPolicy, ErrorCode, SchedulerPolicy
 from batch_manager.parallel.leading import LeadingBackend
-from batch_manager.parallel.ranks import Link
+from batch_manager.parallel.link import Link
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.scheduling.capacity import STARVED_PLANS
 from batch_manager.scheduling.interfaces import RequestScheduler, SchedulerOutput
