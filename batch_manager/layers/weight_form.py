@@ -32,6 +32,7 @@ from .context import LayerContext
 # half float, and levels of 8 or 4 bits.
 QUANTIZATIONS: Mapping[str, str] = {"int8": "Q8_0", "int4": "Q4_0"}
 BYTES_OF_BLOCK = {"int8": 34, "int4": 18}
+LARGEST_WEIGHT = {"int8": 127 * 65504.0, "int4": 7 * 65504.0}           # whose scale is a finite half float
 QUANTISED_AT_ONCE = 2**20            # numbers
 
 
@@ -72,13 +73,16 @@ def quantised_bytes(quantization: str, num_weights: int) -> int:
     return num_weights * BYTES_OF_BLOCK[quantization] // BLOCK
 
 
-def quantised(stored: Dense, quantization: str, weights: Weights) -> Blocks:
-    """Return the matrix in blocks, as a GGUF file would have them. They are written when they are read.
+def quantised(stored: Dense, quantization: str, weights: Weights) -> StoredMatrix:
+    """Return the matrix in blocks, as a GGUF file would have them. They are written when they are read. A matrix with a
+    weight that has no finite scale is returned as it is.
 
     quantization   a key of QUANTIZATIONS
     weights        the source that counted the matrix
     """
     kind, weight = QUANTIZATIONS[quantization], stored.weight
+    if not weight.abs().max() <= LARGEST_WEIGHT[quantization]:            # NaN, too
+        return stored
     outputs, inputs = weight.shape
 
     def read() -> Iterator[tuple[np.ndarray, np.ndarray]]:

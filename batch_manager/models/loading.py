@@ -14,6 +14,7 @@ from ..layers.weight_form import quantised_bytes, types_kept
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
+from ..weights.quantisation_scheme import read_scheme
 from ..weights.source import DummyWeights, Weights
 from .class_check import refuse_wrong_spec
 from .decoder import WHOLE, Stage
@@ -251,6 +252,8 @@ def _read_native_spec(config: Fields, name: str) -> tuple[type[Model], ModelSpec
     refuse_code(config, is_shipped=shipped)
     spec = model_class.read_spec(config, name)
     refuse_wrong_spec(model_class, spec)
+    if shipped:
+        read_scheme(config)                            # of any other class, the field is refused as unread
     named = {*getattr(model_class, "understands", ()), *getattr(model_class, "ignores", ())}
     refuse_unread_fields(config, named, is_shipped=shipped)
     check_spec(config, spec, model_class.__name__, is_shipped=shipped)

@@ -11,6 +11,8 @@ from ..errors import ModelLoadError
 from .folder import A_CHECKPOINT, CheckpointFile, CheckpointFolder, existing_path, is_gguf_name
 from .gguf_checkpoint import GgufCheckpoint
 from .json_file import Fields, read_json_file, shown
+from .quantisation_scheme import read_scheme
+from .quantised_folder import QuantisedFolderWeights
 from .safetensors_source import SafetensorsWeights
 from .source import Weights
 
@@ -84,7 +86,10 @@ class HuggingFaceFolder:
 
     def weights(self, device: torch.device, dtype: torch.dtype, kept_types: Collection[str] = ()
                 ) -> SafetensorsWeights:
-        return SafetensorsWeights(self._folder, device, dtype)
+        scheme = read_scheme(self.config())
+        if scheme is None:
+            return SafetensorsWeights(self._folder, device, dtype)
+        return QuantisedFolderWeights(self._folder, scheme, device, dtype, kept_types)
 
     def _refuse_a_folder_of_gguf_files(self) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,26 +43,51 @@ class Dense:
     bias: torch.Tensor | None
 
 
+class GroupedType(NamedTuple):
+    """Levels in groups of inputs, each with a scale and a zero point: a weight is (level - zero point) * scale.
+
+    name     "INT4": levels 0 to 15, zero points 0 to 255; "INT8": levels -128 to 127, zero points -255 to 255
+    group    inputs of a group: a multiple of 32, or at least as many as the matrix has
+    scales   dtype of the scales
+    """
+
+    name: str
+    group: int
+    scales: torch.dtype
+
+
+def grouped_rows(levels: np.ndarray, scales: torch.Tensor, zeros: np.ndarray) -> np.ndarray:
+    """Return rows of a GroupedType, as `Blocks.read` yields them, [outputs, bytes of a row].
+
+    levels          [outputs, inputs] uint8 or int8
+    scales, zeros   [outputs, groups], zeros int16
+    """
+    if levels.shape[1] % INPUTS_ALIGNED:               # the numbers that these are multiplied with are zero
+        levels = np.pad(levels, ((0, 0), (0, -levels.shape[1] % INPUTS_ALIGNED)))
+    return np.concatenate([levels.view(np.uint8), scales.reshape(-1).view(torch.uint8).numpy().reshape(len(scales), -1),
+                           np.ascontiguousarray(zeros, np.int16).view(np.uint8)], 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix of quantised blocks, as a file has them, which is not yet read.
+    """A matrix of quantised blocks or groups, as a file has them, which is not yet read.
 
-    types     (type of the blocks, number of outputs) of consecutive ranges of outputs. Each range but the last has a
-              multiple of RANGES_ALIGNED outputs
+    types     (type, number of outputs) of consecutive ranges of outputs. A type is the name of blocks, or a
+              GroupedType. Each range but the last has a multiple of RANGES_ALIGNED outputs
     in_size   number of inputs
     read      read() -> all rows, some at a time: outputs [some] int64 of one range, rows [some, bytes of a row] uint8
     bias      [out] in the dtype of the source, or None
     factor    on the products, not on the bias
     """
 
-    types: Sequence[tuple[str, int]]
+    types: Sequence[tuple[str | GroupedType, int]]
     in_size: int
     read: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
     bias: torch.Tensor | None
     factor: float = 1.0
 
 
-RANGES_ALIGNED = 16
+RANGES_ALIGNED, INPUTS_ALIGNED = 16, 32
 StoredMatrix = Dense | Blocks      # a closed union: layers/weight_form.py has a maker for each type of a source
 
 

@@ -16,7 +16,9 @@ from .json_file import MAX_JSON_BYTES, READABLE, Fields, parse_json, shown
 
 LENGTH_BYTES = 8                     # the file begins with the length of its header
 MAX_RANK = 8                         # no weight has more dimensions
-ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}                         # of weights
+QUANTISED_BYTES = {"I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}           # of what quantised weights are stored in
+KNOWN_BYTES = ELEMENT_BYTES | QUANTISED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def _stored(path: Path, name: str, fields: Fields) -> StoredTensor:
     """Return the description of tensor `name`. Checks its number of bytes, unless its dtype cannot be loaded."""
     dtype, shape = fields.text("dtype"), fields.counts("shape", range(MAX_RANK + 1))
     begin, end = fields.counts("data_offsets", range(2, 3))
-    if dtype in ELEMENT_BYTES and (size := math.prod(shape) * ELEMENT_BYTES[dtype]) != end - begin:
+    if dtype in KNOWN_BYTES and (size := math.prod(shape) * KNOWN_BYTES[dtype]) != end - begin:
         raise incomplete(path, f"tensor {shown(name)} has shape {shape}, which takes {counted(size, 'byte')} in "
                                f"{dtype}, but its data_offsets are {begin:,} and {end:,}")
     return StoredTensor(dtype, tuple(shape), begin, end)

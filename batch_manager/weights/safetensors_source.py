@@ -191,9 +191,13 @@ class SafetensorsWeights(DenseSource):
 
     def _stored_name(self, name: str) -> str | None:
         """Return the name under which the files have the tensor `name`; None: they do not have it."""
+        return next((other for other in self._possible_names(name) if other in self._tensors), None)
+
+    @staticmethod
+    def _possible_names(name: str) -> tuple[str, ...]:
+        """Return the names under which files may have the tensor `name`."""
         others = [name.removeprefix(prefix) for prefix in BASE_PREFIXES if name.startswith(prefix)]
-        return next((other for other in (name, *others, *(HEADS if name in HEADS else ())) if other in self._tensors),
-                    None)
+        return (name, *others, *(HEADS if name in HEADS else ()))
 
     def _check(self, wanted: str, shape: Shape) -> str:
         """Return the stored name of the tensor `wanted`. Raises ModelLoadError unless it has the shape."""

@@ -7,6 +7,7 @@ enum { BLOCK_TOKENS = 16, NUM_BLOCKS = 8, KEYS = BLOCK_TOKENS * NUM_BLOCKS };
 static uint32_t seed = 1;
 static int64_t num_compared, num_wrong;
 static uint32_t bits_of_quantised = 1;
+#define GROUP 128                     /* inputs */
 
 static void fill(void *row, int64_t count, int type) {
     for (int64_t i = 0; i < count; i++) {
@@ -49,22 +50,34 @@ static void compare_product(int64_t inputs, int64_t outputs, int64_t rows, int t
 
 /* Random blocks, with small scales. Decoded numbers are compared with GGUF's in test_quantised_products.py. */
 static void compare_quantised(int type, int64_t inputs, int64_t outputs, int64_t rows, int row_type) {
-    int64_t file_bytes = quantised_row_bytes(type, inputs), panels = (outputs + PANEL - 1) / PANEL;
-    int64_t stride = inputs * 2, block_bytes = quantised_row_bytes(type, is_k(type) ? 8 * BLOCK_INPUTS : BLOCK_INPUTS);
+    int64_t groups = inputs / GROUP, panels = (outputs + PANEL - 1) / PANEL, stride = inputs * 2;
+    int64_t file_bytes = in_groups(type) ? inputs + groups * 4 : quantised_row_bytes(type, inputs);
+    int64_t block_bytes = in_groups(type) ? file_bytes : quantised_row_bytes(type, is_k(type) ? 8 * BLOCK_INPUTS
+                                                                                             : BLOCK_INPUTS);
     uint8_t *file = malloc((size_t)(outputs * file_bytes));
     seed = (uint32_t)type;
     for (int64_t i = 0; i < outputs * file_bytes; i++) file[i] = (uint8_t)((seed = seed * 1664525 + 1013904223) >> 24);
     for (int64_t b = 0; b < outputs * file_bytes; b += block_bytes) {          /* half floats from 2^-13 to 2^-9 */
-        uint8_t *scale = file + b + (type == Q6_K ? 208 : 0);
+        uint8_t *scale = file + b + (type == Q6_K ? 208 : type == Q3_K ? 108 : type == Q2_K ? 80 : 0);
+        if (in_groups(type)) {
+            for (int64_t i = 0; i < inputs && type == INT4; i++) file[b + i] &= 15;
+            for (int64_t g = 0; g < groups; g++) {
+                scale = file + b + inputs + 2 * g;
+                scale[1] = (scale[1] & 15) | 8;
+                scale[2 * groups] = 9, scale[2 * groups + 1] = 0;          /* zero point */
+            }
+            continue;
+        }
         scale[1] = (scale[1] & 15) | 8;
         if (has_minimum(type)) scale[3] = (scale[3] & 15) | 8;
     }
-    QuantisedPart part = {0, panels, type, aligned_alloc(64, (size_t)(panels * quantised_panel_bytes(type, inputs)))};
+    QuantisedPart part = {0, panels, type, GROUP / BLOCK_INPUTS, HALF, NULL};
+    size_t num_bytes = (size_t)(panels * quantised_panel_bytes(&part, inputs));
+    part.panels = memset(aligned_alloc(64, num_bytes), 0, num_bytes);
     Matrix m = {inputs, outputs, 0, 0, row_type, 1.0f, &part, 1};
-    memset(part.panels, 0, (size_t)(panels * quantised_panel_bytes(type, inputs)));
     int64_t every[64];
     for (int64_t i = 0; i < outputs; i++) every[i] = i;
-    pack_quantised_rows(&part, inputs, file, every, outputs);
+    pack_quantised_rows(&part, inputs, file, file_bytes, every, outputs);
     char *x = malloc((size_t)(rows * inputs * 4)), *prepared = malloc((size_t)(rows * stride * 4));
     char *weight = malloc((size_t)(outputs * inputs * 4));
     float *y = malloc((size_t)(rows * outputs) * sizeof(float));

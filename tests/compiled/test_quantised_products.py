@@ -13,10 +13,15 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
-from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES, load_library
+from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES
 from batch_manager.triton_kernels.cpu.native.matrix import QuantisedMatrix, QuantisedPanels, quantised_rows
+from batch_manager.weights.matrices import GroupedType, grouped_rows
 
 pytestmark = pytest.mark.usefixtures("machine")
+GROUPED = {"INT4": GroupedType("INT4", 64, torch.float16), "INT8": GroupedType("INT8", 2**20, torch.bfloat16)}
+BLOCKS = [kind for kind in QUANTISED_TYPES if kind not in GROUPED]
+HALVES = ("Q2_K", "Q3_K", "Q6_K")                              # a scale for each 16 inputs
+TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 KINDS = pytest.mark.parametrize("kind", QUANTISED_TYPES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 NATIVE = pytest.mark.parametrize("machine", ["native"], indirect=True)
@@ -33,18 +38,38 @@ def fused(a, b, c):
 def random_rows(kind, outputs, inputs, seed=0):
     """Return random blocks [outputs, bytes] of a GGUF type, with scales of ordinary sizes."""
     draw = np.random.default_rng(seed)
-    if not kind.endswith("_K"):
+    if kind in GROUPED:
+        groups = -(-inputs // min(GROUPED[kind].group, inputs))
+        scales = torch.from_numpy(draw.uniform(-1e-3, 1e-3, (outputs, groups))).to(GROUPED[kind].scales)
+        low, high = (0, 16) if kind == "INT4" else (-128, 128)
+        return grouped_rows(draw.integers(low, high, (outputs, inputs), np.int8), scales,
+                            draw.integers(low, high + 1, (outputs, groups), np.int16))
+    if not kind.endswith("_K") and not kind.startswith("I"):
         return quantize((draw.standard_normal((outputs, inputs)) * 0.02).astype(np.float32),
                         gguf.GGMLQuantizationType[kind])
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = draw.integers(0, 256, (outputs, inputs // size, num_bytes), np.uint8)
-    for begin in (208,) if kind == "Q6_K" else (0, 2):
+    for begin in {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}.get(kind, (0,) if kind[0] == "I" else (0, 2)):
         halves = draw.uniform(-1e-3, 1e-3, blocks.shape[:2]).astype(np.float16)
         blocks[..., begin : begin + 2] = halves.view(np.uint8).reshape(*blocks.shape[:2], 2)
     return blocks.reshape(outputs, -1)
 
 
+def parts_of(kind, rows):
+    """Return levels, scales and zero points [outputs, groups] of rows in groups, see grouped_rows."""
+    of_group = GROUPED[kind].scales.itemsize + 2
+    inputs = rows.shape[1] - of_group if kind == "INT8" else rows.shape[1] * 64 // (64 + of_group)
+    groups = (rows.shape[1] - inputs) // of_group
+    scales = torch.from_numpy(rows[:, inputs : -2 * groups].copy()).view(GROUPED[kind].scales).float().numpy()
+    levels = rows[:, :inputs].view(np.int8)
+    return levels.astype(int), scales, np.ascontiguousarray(rows[:, -2 * groups :]).view(np.int16).astype(int)
+
+
 def decoded(kind, rows):
+    if kind in GROUPED:
+        levels, scales, zeros = parts_of(kind, rows)
+        zeros, scales = (np.repeat(each, levels.shape[1] // each.shape[1], 1) for each in (zeros, scales))
+        return (levels - zeros).astype(np.float32) * scales
     with np.errstate(all="ignore"):
         return dequantize(rows, gguf.GGMLQuantizationType[kind])
 
@@ -52,7 +77,8 @@ def decoded(kind, rows):
 def matrix_of(kind, rows, dtype, **options):
     inputs = decoded(kind, rows[:1]).shape[1]
     order = np.random.default_rng(1).permutation(len(rows))              # a file's rows come in any order
-    return QuantisedMatrix(QuantisedPanels([(kind, len(rows))], inputs, [(order, rows[order])]), dtype, **options)
+    panels = QuantisedPanels([(GROUPED.get(kind, kind), len(rows))], inputs, [(order, rows[order])])
+    return QuantisedMatrix(panels, dtype, **options)
 
 
 def rows_of_x(count, inputs, dtype, seed=2):
@@ -60,15 +86,42 @@ def rows_of_x(count, inputs, dtype, seed=2):
 
 
 def read_blocks(kind, rows):
-    """Return levels [outputs, blocks, 32], scales [outputs, blocks, 2] of the halves, minima [outputs, blocks] or None.
-    """
+    """Return levels [outputs, blocks, 32], scales [outputs, blocks, 2] of the halves, and minima [outputs, blocks], or
+    [outputs, blocks, 2] of the halves, or None."""
     outputs = len(rows)
 
     def half(blocks, begin):
         return np.ascontiguousarray(blocks[..., begin : begin + 2]).view(np.float16)[..., 0].astype(np.float32)
 
+    if kind in GROUPED:
+        levels, scales, zeros = parts_of(kind, rows)
+        levels -= np.repeat(zeros, levels.shape[1] // zeros.shape[1], 1)
+        scales = np.repeat(scales, levels.shape[1] // 32 // scales.shape[1], 1)
+        return levels.reshape(outputs, -1, 32), np.repeat(scales[..., None], 2, -1), None
+    if kind == "IQ4_XS":
+        b = rows.reshape(outputs, -1, 136)
+        low, high = b[..., 4:8], np.ascontiguousarray(b[..., 2:4]).view(np.uint16)
+        sub = np.stack([low & 15, low >> 4], -1).reshape(outputs, -1, 8) | (high >> np.arange(0, 16, 2) & 3) << 4
+        nibbles = b[..., 8:].reshape(outputs, -1, 8, 16)
+        scales = (half(b, 0)[..., None] * (sub.astype(np.float32) - 32)).reshape(outputs, -1, 1)
+        levels = TABLE[np.concatenate([nibbles & 15, nibbles >> 4], -1)]
+        return levels.reshape(outputs, -1, 32), np.repeat(scales, 2, -1), None
+    if kind in ("Q2_K", "Q3_K"):
+        b = rows.reshape(outputs, -1, 84 if kind == "Q2_K" else 110)
+        low = b[..., 16:80] if kind == "Q2_K" else b[..., 32:96]
+        low = low.reshape(outputs, -1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+        levels = low.astype(int).reshape(outputs, -1, 8, 32)
+        if kind == "Q2_K":
+            scales, minima = half(b, 80)[..., None] * (b[..., :16] & 15), -half(b, 82)[..., None] * (b[..., :16] >> 4)
+            return (levels.reshape(outputs, -1, 32), scales.astype(np.float32).reshape(outputs, -1, 2),
+                    minima.astype(np.float32).reshape(outputs, -1, 2))
+        levels += 4 * (b[..., None, :32].astype(int) >> np.arange(8)[:, None] & 1) - 4
+        six, top = b[..., 96:104], b[..., 104:108]
+        sub = np.concatenate([six & 15, six >> 4], -1) | np.concatenate([top >> 2 * i & 3 for i in range(4)], -1) << 4
+        scales = half(b, 108)[..., None] * (sub.astype(np.float32) - 32)
+        return levels.reshape(outputs, -1, 32), scales.reshape(outputs, -1, 2), None
     if not kind.endswith("_K"):
-        b = rows.reshape(outputs, -1, {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}[kind])
+        b = rows.reshape(outputs, -1, {"Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}.get(kind, 18))
         scales, minima = half(b, 0), half(b, 2) if kind in ("Q4_1", "Q5_1") else None
         if kind == "Q8_0":
             levels = b[..., 2:].view(np.int8).astype(int)
@@ -76,7 +129,7 @@ def read_blocks(kind, rows):
             levels = np.concatenate([b[..., -16:] & 15, b[..., -16:] >> 4], -1).astype(int)
             if kind[1] == "5":
                 levels += 16 * np.unpackbits(b[..., -20:-16], axis=-1, bitorder="little")
-            levels -= {"Q4_0": 8, "Q5_0": 16}.get(kind, 0)
+            levels = TABLE[levels] if kind == "IQ4_NL" else levels - {"Q4_0": 8, "Q5_0": 16}.get(kind, 0)
         return levels, np.repeat(scales[..., None], 2, -1), minima
     b = rows.reshape(outputs, -1, {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind])
     if kind == "Q6_K":
@@ -108,16 +161,21 @@ def modelled(kind, rows, x):
     if x.dtype == torch.float32:
         words.append(np.round((v - words[0]) * 2.0**15))
     scale = np.ldexp(np.float32(1), exponent - 14)
-    total = sum(word.sum(-1) * 2.0 ** (-15 * i) for i, word in enumerate(words)).astype(np.float32) * scale
+    by_half = [word.reshape(*word.shape[:2], 2, 16).sum(-1) * 2.0 ** (-15 * i) for i, word in enumerate(words)]
+    by_half = sum(by_half)
+    total, totals = by_half.sum(-1).astype(np.float32) * scale, by_half.astype(np.float32) * scale[..., None]
     sums = np.zeros((len(x), len(rows)), np.float32)
-    halves = range(2) if kind == "Q6_K" else [slice(None)]
+    halves = range(2) if kind in HALVES else [slice(None)]
     for b in range(blocks.shape[1]):
         for half in halves:
-            inputs = slice(16 * half, 16 * half + 16) if kind == "Q6_K" else half
+            inputs = slice(16 * half, 16 * half + 16) if kind in HALVES else half
             found = [(word[:, b, inputs] @ levels[:, b, inputs].T).astype(np.float32) for word in words]
             block = found[0] if len(found) == 1 else fused(found[1], 2.0**-15, found[0])
-            sums = fused(block, scales[:, b, half if kind == "Q6_K" else 0] * scale[:, b, None], sums)
-        if minima is not None:
+            sums = fused(block, scales[:, b, half if kind in HALVES else 0] * scale[:, b, None], sums)
+        if kind == "Q2_K":
+            for half in range(2):
+                sums = fused(minima[:, b, half], totals[:, b, half, None], sums)
+        elif minima is not None:
             sums = fused(minima[:, b], total[:, b, None], sums)
     return torch.from_numpy(sums)
 
@@ -160,7 +218,7 @@ def test_products_are_close_to_float64(machine, kind, outputs, inputs, dtype):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", [kind for kind in QUANTISED_TYPES if not kind.endswith("_K")])   # those: 256 inputs
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind[-2:] not in ("_K", "XS")])      # those: 256 inputs
 def test_short_rows_odd_numbers_of_blocks_and_a_part_of_a_block(machine, kind):
     for inputs in (32, 96, 160):
         rows, x = random_rows(kind, 19, inputs), rows_of_x(5, inputs, torch.float32)
@@ -205,6 +263,14 @@ def test_weights_are_quantised_as_a_model_in_numpy_does(kind, dtype):
 
 @DTYPES
 @KINDS
+def test_rows_are_decoded(kind, dtype):
+    rows = random_rows(kind, 37, 512)
+    assert torch.equal(matrix_of(kind, rows, dtype).rows(torch.arange(37)), torch.from_numpy(decoded(kind, rows)
+                                                                                             ).to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_rows_are_decoded_as_the_gguf_library_does(kind, dtype):
     """For any bytes, among them scales that are denormal, infinite or NaN."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -236,12 +302,12 @@ def test_a_row_that_is_not_finite_stays_alone(kind, dtype):
 @DTYPES
 def test_a_stack_of_types_and_a_factor(machine, dtype):
     """Ranges of outputs with types of their own, over pieces that several threads take."""
-    kinds = {"Q4_0": 160, "Q6_K": 16, "Q4_1": 48, "Q5_K": 21}
+    kinds = {"Q4_0": 160, "Q6_K": 16, "INT4": 48, "Q5_K": 21}
     parts = [random_rows(kind, count, 512, seed) for seed, (kind, count) in enumerate(kinds.items())]
     starts = np.cumsum([0, *kinds.values()])
-    panels = QuantisedPanels(list(kinds.items()), 512, (
+    panels = QuantisedPanels([(GROUPED.get(kind, kind), count) for kind, count in kinds.items()], 512, (
         (np.arange(start, start + len(part)), part) for start, part in zip(starts, parts)))
-    assert panels.num_bytes >= sum(part.nbytes for part in parts)
+    assert panels.num_bytes >= sum(part.nbytes for kind, part in zip(kinds, parts) if kind not in GROUPED)
     x = rows_of_x(9, 512, dtype)
     expected = torch.cat([modelled(kind, part, x) for kind, part in zip(kinds, parts)], 1)
     assert torch.equal(QuantisedMatrix(panels, dtype).multiply(x, torch.float32), expected)
@@ -252,10 +318,27 @@ def test_a_stack_of_types_and_a_factor(machine, dtype):
 
 
 @NATIVE
+@DTYPES
+def test_sums_of_the_largest_numbers_do_not_overflow(machine, dtype):
+    """Of all types, levels of one byte and their zero points are the largest."""
+    for sign in (1, -1):
+        rows = grouped_rows(np.full((1, 64), 127 if sign > 0 else -128, np.int8), torch.ones(1, 1),
+                            np.full((1, 1), -128 if sign > 0 else 128, np.int16))
+        panels = QuantisedPanels([(GroupedType("INT8", 64, torch.float32), 1)], 64, [(np.arange(1), rows)])
+        x = torch.full((1, 64), 1.9921875, dtype=dtype)                 # 32,640 of 32,767
+        assert QuantisedMatrix(panels, dtype).multiply(x, torch.float32).item() == 64 * 1.9921875 * (
+            255 if sign > 0 else -256)
+
+
+@NATIVE
 @KINDS
-def test_no_sum_overflows_and_panels_take_no_more_than_the_file(machine, kind):
-    levels = {"Q8_0": 128, "Q6_K": 64, "Q4_0": 16, "Q4_1": 16, "Q4_K": 16}.get(kind, 32)       # stored, unsigned
-    assert levels * 32767 * (16 if kind == "Q6_K" else 32) * 2 < 2**31                       # with the offset's product
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    found = load_library().quantised_panel_bytes(QUANTISED_TYPES.index(kind), 4096)
-    assert found <= 16 * 4096 // size * num_bytes * 1.03
+def test_panels_take_no_more_than_the_file(machine, kind):
+    """Of groups: 4 or 8 bits a weight, and the scale and the zero point of each group."""
+    if kind in GROUPED:
+        of_group = 64 if kind == "INT4" else 4096
+        expected = 16 * 4096 * (0.5 if kind == "INT4" else 1) + 4096 // of_group * 16 * (3 if kind == "INT4" else 4)
+    else:
+        size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        expected = 16 * 4096 // size * num_bytes * (1.04 if kind == "Q3_K" else 1.03)
+    panels = QuantisedPanels([(GROUPED.get(kind, kind), 16)], 4096, [])
+    assert panels.num_bytes <= expected

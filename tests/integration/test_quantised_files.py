@@ -9,15 +9,18 @@ import torch
 from gguf.quants import dequantize
 
 from batch_manager import ConfigError, KvCacheConfig
+from batch_manager.layers import weight_form
 from batch_manager.layers.weight_form import QUANTIZATIONS, quantised_bytes
 from batch_manager.models import load_model
 from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
+from batch_manager.weights.matrices import Dense
 from tests.integration.greedy_model import GreedyModel
 from tests.integration.test_same_tokens_as_transformers import FUSED, MAX, SPLIT, V1, prompts_of, run
 from tests.models.conftest import make_reference
 from tests.models.gguf_writing import write_gguf
+from tests.weights.test_quantised_folders import FORMATS, write_folder
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 203}
 
@@ -40,13 +43,20 @@ def quantised(model, quantization):
     return model
 
 
+def of_the_smallest(name):
+    return "IQ4_XS" if name == "token_embd.weight" or "ffn_up" in name else "Q2_K" if "attn_v" in name else "Q3_K"
+
+
 class Reference(GreedyModel):
     vocab_size = WIDE["vocab_size"]
 
     def __init__(self, folder, family, kind, **options):
         super().__init__()
-        model = make_reference(family, **WIDE | options)
-        if kind in tuple(QUANTIZATIONS):
+        model = None if kind in FORMATS else make_reference(family, **WIDE | options)
+        if kind in FORMATS:
+            self.folder = folder / "quantised"
+            self.model = write_folder(self.folder, kind, family)
+        elif kind in tuple(QUANTIZATIONS):
             self.folder, self.model = folder / "plain", quantised(model, kind)
             model.save_pretrained(self.folder)
         else:
@@ -68,9 +78,10 @@ def library():
 
 @pytest.mark.parametrize(("family", "kind", "options"), [
     ("Llama", "Q4_0", {"tie_word_embeddings": True}), ("Qwen2", like_q4_k_m, {"tie_word_embeddings": True}),
-    ("Gemma2", "Q8_0", {"head_dim": 32}),
+    ("Gemma2", "Q8_0", {"head_dim": 32}), ("Llama", of_the_smallest, {"tie_word_embeddings": True}),
+    ("Qwen2", "AWQ", {}), ("Llama", "int8 with zero points", {}),
     ("Qwen2", "int4", {"intermediate_size": 500}), ("GPT2", "int8", {"n_embd": 96, "n_layer": 2, "vocab_size": 203})],
-    ids=["Q4_0", "Q4_K_M", "Q8_0", "int4", "int8"])
+    ids=["Q4_0", "Q4_K_M", "Q8_0", "Q3_K", "AWQ", "compressed-tensors", "int4", "int8"])
 def test_tokens_are_those_of_transformers_alone_and_in_batches(make_manager, new_client, new_request, tmp_path, family,
                                                                kind, options):
     reference = Reference(tmp_path, family, kind, **options)
@@ -108,6 +119,9 @@ def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, 
                             quantization=quantization, free_bytes=plain.weight_bytes - 1)
         layers = loaded.spec.num_weights - 2 * 203 * 256
         assert plain.weight_bytes - loaded.weight_bytes == 2 * layers - quantised_bytes(quantization, layers)
+        for largest in (9e6, torch.inf, torch.nan):          # no half float is its scale
+            dense = Dense(torch.full((2, 64), largest), None)
+            assert weight_form.quantised(dense, quantization, None) is dense
     file = Reference(tmp_path, "Llama", "Q4_0").folder
     for path, options, says in (
             (reference.folder, {"cpu_compile": False}, "quantization is 'int8', but cpu_compile is False"),

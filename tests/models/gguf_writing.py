@@ -21,7 +21,9 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
                  "SmolLM3": "smollm3", "Falcon": "falcon", "Bloom": "bloom"}
 
 
-K_TYPES = {"Q4_K": (3.5e-4, 7.5), "Q5_K": (1.8e-4, 15.5), "Q6_K": (7e-5, 0.0)}      # scale, minimum as a share of it
+# Types of random blocks: scale, minimum as a share of it, and the byte at which the scale is.
+K_TYPES = {"Q4_K": (3.5e-4, 7.5, 0), "Q5_K": (1.8e-4, 15.5, 0), "Q6_K": (7e-5, 0.0, 208), "Q2_K": (0.012, 1.5, 80),
+           "Q3_K": (2.4e-3, 0.0, 108), "IQ4_XS": (8e-5, 0.0, 0)}
 
 
 def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[str], str] = "F32",
@@ -93,10 +95,10 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[
 
 def random_blocks(kind: str, rows: int, columns: int) -> np.ndarray:
     """Return random blocks of a K type [rows, bytes], whose numbers have a standard deviation of about 0.1."""
-    draw, (scale, minimum) = np.random.default_rng(rows * columns), K_TYPES[kind]
+    draw, (scale, minimum, at) = np.random.default_rng(rows * columns), K_TYPES[kind]
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = draw.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
-    for begin, number in ((208, scale),) if kind == "Q6_K" else ((0, scale), (2, scale * minimum)):
+    for begin, number in ((at, scale), *([(at + 2, scale * minimum)] if minimum else [])):
         half = draw.uniform(number / 2, number, blocks.shape[:2]).astype(np.float16)
         blocks[..., begin : begin + 2] = half.view(np.uint8).reshape(*half.shape, 2)
     return blocks.reshape(rows, -1)

@@ -139,7 +139,7 @@ def test_ranks_of_a_gguf_file(family, kind, options, tmp_path):
     ({"intermediate_size": 62}, {}, ConfigError, "intermediate_size of LlamaForCausalLM is 62; expected a multiple"),
     ({}, {"model_implementation": "transformers"}, ConfigError, "split over 4 processes, and its class is "),
     ({"architectures": ["OwnForRanks"]}, {}, ConfigError, "split over 4 processes, and its class is Own; expected"),
-    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelLoadError, "quantization_config is")])
+    ({"quantization_config": {"quant_method": "awq"}}, {}, ModelLoadError, "quantization_config: bits is")])
 def test_what_cannot_be_split_is_refused_by_name(change, options, error, words, tmp_path, monkeypatch):
     monkeypatch.setitem(registry._models, "OwnForRanks", type("Own", (Llama,), {}))
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TINY, **HEADS, **change}

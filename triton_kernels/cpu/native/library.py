@@ -19,14 +19,16 @@ OPERATION_NUMBERS = 24             # integers of an operation: its kind and the 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")      # in the order of quantised.h
+QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS",
+                   "INT4", "INT8")                # in the order of quantised.h
+SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class QuantisedPart(ctypes.Structure):
     """The structure `QuantisedPart` of matrix.h."""
 
     _fields_ = [("first_panel", ctypes.c_int64), ("end_panel", ctypes.c_int64), ("type", ctypes.c_int64),
-                ("panels", ctypes.c_void_p)]
+                ("group_blocks", ctypes.c_int64), ("scale_type", ctypes.c_int64), ("panels", ctypes.c_void_p)]
 
 
 class Matrix(ctypes.Structure):
@@ -123,9 +125,9 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "processor_nanoseconds": ([], number),
         "pack_matrix": ([pointer, pointer, number, number], None),
         "philox_words": ([pointer, pointer, pointer, pointer, number, number, number, pointer], None),
-        "quantised_panel_bytes": ([ctypes.c_int, number], number),
+        "quantised_panel_bytes": ([pointer, number], number),
         "quantised_row_bytes": ([ctypes.c_int, number], number),
-        "pack_quantised_rows": ([pointer, number, pointer, pointer, number], None),
+        "pack_quantised_rows": ([pointer, number, pointer, number, pointer, number], None),
         "quantise_rows": ([ctypes.c_int, pointer, ctypes.c_int, number, number, number, pointer], None),
         "decode_quantised_rows": ([pointer, pointer, number, pointer], ctypes.c_int),
     }

@@ -11,6 +11,7 @@
 /* Adjacent panels in the blocks of one type, see quantised.h. */
 typedef struct {
     int64_t first_panel, end_panel, type;
+    int64_t group_blocks, scale_type; /* of types with groups: blocks of a group, and type of the scales in vectors.h */
     uint8_t *panels;                  /* of first_panel */
 } QuantisedPart;
 

@@ -13,6 +13,7 @@ from .library import (
     PREPARE,
     PRODUCT,
     QUANTISED_TYPES,
+    SCALE_TYPES,
     TYPES,
     Matrix,
     QuantisedPart,
@@ -22,7 +23,7 @@ from .library import (
 )
 
 BLOCK = 32                          # inputs of a quantised block
-ROW_BLOCK_BYTES = 24                # of RowBlock in quantised.h
+ROW_BLOCK_BYTES = 32                # of RowBlock in quantised.h
 
 
 def padded_inputs(inputs: int) -> int:
@@ -135,25 +136,28 @@ class QuantisedPanels:
     """A weight W [outputs, inputs] in the blocks of a GGUF file, repacked; see quantised.h.
 
     types   (type of QUANTISED_TYPES, number of outputs) of consecutive ranges of outputs. Each range but the last has a
-            multiple of 16 outputs
+            multiple of 16 outputs. A type in groups is a tuple of its name, the inputs of a group and the dtype of the
+            scales; a group has a multiple of 32 inputs, or all
     inputs  number of inputs, in K types a multiple of 256. In the last block of a row, weights after them are zero
     rows    all rows of the file, some at a time: outputs [some] int64 of one range, in any order, and the rows
-            [some, bytes of a row] uint8
+            [some, bytes of a row] uint8, see pack_quantised_rows
 
     num_bytes   size of the panels
     Raises      CannotCompileError if the library cannot be built; MemoryError
     """
 
-    def __init__(self, types: Sequence[tuple[str, int]], inputs: int, rows: Iterable[tuple[np.ndarray, np.ndarray]]
-                 ) -> None:
+    def __init__(self, types: Sequence[tuple[str | tuple[str, int, torch.dtype], int]], inputs: int,
+                 rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         library, padded = load_library(), padded_inputs(inputs)
         self.outputs, self.inputs = sum(count for _, count in types), inputs
         self.parts, self._memory, first = (QuantisedPart * len(types))(), [], 0
         for part, (kind, count) in zip(self.parts, types):
-            number, panels = QUANTISED_TYPES.index(kind), -(-count // PANEL)
-            memory = allocate_shared(panels * library.quantised_panel_bytes(number, padded))
-            part.first_panel, part.end_panel, part.type, part.panels = (
-                first, first + panels, number, memory.ctypes.data)
+            name, group, scales = (kind, BLOCK, torch.float16) if isinstance(kind, str) else kind
+            panels = -(-count // PANEL)
+            part.first_panel, part.end_panel, part.type = first, first + panels, QUANTISED_TYPES.index(name)
+            part.group_blocks, part.scale_type = -(-group // BLOCK), SCALE_TYPES[scales]
+            memory = allocate_shared(panels * library.quantised_panel_bytes(address(part), padded))
+            part.panels = memory.ctypes.data
             self._memory.append(memory)
             first += panels
         self.num_bytes = sum(len(memory) for memory in self._memory)
@@ -161,7 +165,8 @@ class QuantisedPanels:
         for outputs, data in rows:
             part = self.parts[int(np.searchsorted(starts, outputs[0], "right")) - 1]
             outputs, data = np.ascontiguousarray(outputs, np.int64), np.ascontiguousarray(data)
-            library.pack_quantised_rows(address(part), padded, data.ctypes.data, outputs.ctypes.data, len(outputs))
+            library.pack_quantised_rows(address(part), padded, data.ctypes.data, data.shape[1], outputs.ctypes.data,
+                                        len(outputs))
 
 
 def quantised_rows(weight: torch.Tensor, kind: str) -> np.ndarray:

@@ -1,11 +1,15 @@
-/* y = x W^T for a matrix W in the blocks of a GGUF file. Nothing of W is rounded.
+/* y = x W^T for a matrix W in the blocks of a GGUF file, or in groups with a scale and a zero point. Nothing of W is
+   rounded.
 
-   A block has 32 inputs of an output: whole numbers, the levels, and a scale. Types with a minimum add it to each
-   level times scale. A panel has the blocks of 16 outputs. Their scales fill a line of 64 bytes: those of two blocks,
-   or those and the minima of one. The levels of these blocks follow. In K types, scales are bytes, and their factors,
-   which eight blocks share, follow all blocks.
+   A block has 32 inputs of an output: whole numbers, the levels, and a scale, or one for each half. Types with a minimum
+   add it to each level times scale. A panel has the blocks of 16 outputs. Their scales, and minima, fill a line of 64
+   bytes, with those of one, two or four blocks. The levels of these blocks follow. In K types, scales are bytes, and their factors,
+   which eight blocks share, follow all blocks. Groups (INT4, INT8) have one or more blocks. Their scales, of the type
+   that the file has, follow all blocks, each 16 with their zero points, which are subtracted from the levels.
 
    Levels are stored as lines of [16 outputs][2 words]. The inputs 2p and 2p + 1 are pair p of a block: its words are
+     2 bits     bits 2 (p % 8) and 2 (p % 8) + 1 of line p / 8
+     3 bits     these, and bit p of one more line
      4 bits     nibble p % 4 of line p / 4
      5 bits     the nibble, and bit p of one more line
      6 bits     the nibble, and bits 2 (p % 8) and 2 (p % 8) + 1 of one of two more lines, p / 8
@@ -16,7 +20,7 @@
    word has the rest. A product of a block is a sum of whole numbers, which has no order. So the bits of a row of y do
    not depend on the other rows, the number of threads or the instruction set. Each result is
      sum = fma(block, scale of W * scale of x, sum)
-     sum = fma(minimum, sum of x in the block, sum)        in types with a minimum
+     sum = fma(minimum, sum of x in the block, sum)        in types with a minimum, or of x in each half (Q2_K)
    over the blocks in ascending order, where block is fma(second, 2^-15, first) for two words. */
 #pragma once
 #include "matrix.h"
@@ -26,35 +30,61 @@
 #define PREFETCHED_AHEAD 8192         /* bytes: the hardware prefetcher stops at the end of a page */
 
 /* Types, numbered as in Python. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, NUM_TYPES };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, INT4, INT8, NUM_TYPES };
 
-INLINE int is_k(int type) { return type >= Q4_K; }
-INLINE int has_minimum(int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
+INLINE int is_k(int type) { return type >= Q2_K && type <= IQ4_XS; }
+INLINE int in_groups(int type) { return type == INT4 || type == INT8; }
+INLINE int has_bytes(int type) { return type == Q8_0 || type == INT8; }
+INLINE int has_minimum(int type) {
+    return type == Q4_1 || type == Q5_1 || type == Q2_K || type == Q4_K || type == Q5_K;
+}
+/* Levels are places in a table. */
+INLINE int in_table(int type) { return type == IQ4_NL || type == IQ4_XS; }
+static const int16_t table_of_levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 INLINE int level_bits(int type) {
-    return type == Q8_0 ? 8 : type == Q6_K ? 6 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 5 : 4;
+    return has_bytes(type) ? 8 : type == Q2_K ? 2 : type == Q3_K ? 3 : type == Q6_K ? 6 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 5 : 4;
 }
 /* What is subtracted from stored levels. */
-INLINE int offset_of(int type) { return type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0; }
-INLINE int scales_per_block(int type) { return type == Q6_K ? 2 : 1; }
+INLINE int offset_of(int type) {
+    return type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : type == Q3_K ? 4 : 0;
+}
+INLINE int scales_per_block(int type) { return type == Q2_K || type == Q3_K || type == Q6_K ? 2 : 1; }
 INLINE int level_bytes(int type) { return level_bits(type) * LINE_BYTES; }
-INLINE int scale_bytes(int type) { return type == Q4_1 || type == Q5_1 ? LINE_BYTES : LINE_BYTES / 2; }
-INLINE int blocks_per_line(int type) { return LINE_BYTES / scale_bytes(type); }
-INLINE int factor_bytes(int type) { return !is_k(type) ? 0 : has_minimum(type) ? LINE_BYTES : LINE_BYTES / 2; }
-INLINE int64_t group_bytes(int type) { return LINE_BYTES + blocks_per_line(type) * level_bytes(type); }
+INLINE int scale_bytes(int type) {
+    return type == Q4_1 || type == Q5_1 ? LINE_BYTES : type == IQ4_XS ? PANEL : LINE_BYTES / 2;
+}
+INLINE int blocks_per_line(int type) { return in_groups(type) ? 1 : LINE_BYTES / scale_bytes(type); }
+INLINE int line_bytes(int type) { return in_groups(type) ? 0 : LINE_BYTES; }           /* before the levels */
+INLINE int zero_bytes(int type) { return type == INT4 ? 1 : 2; }
+INLINE int64_t blocks_of_a_factor(const QuantisedPart *part) {
+    return in_groups((int)part->type) ? part->group_blocks : BLOCKS_OF_A_FACTOR;
+}
+/* Of 16 outputs. */
+INLINE int factor_bytes(const QuantisedPart *part) {
+    int type = (int)part->type;
+    if (in_groups(type)) return PANEL * ((int)bytes_of((int)part->scale_type) + zero_bytes(type));
+    return !is_k(type) ? 0 : has_minimum(type) ? LINE_BYTES : LINE_BYTES / 2;
+}
+INLINE int64_t group_bytes(int type) { return line_bytes(type) + blocks_per_line(type) * level_bytes(type); }
 INLINE int64_t scales_at(int type, int64_t block) {
     return block / blocks_per_line(type) * group_bytes(type) + block % blocks_per_line(type) * scale_bytes(type);
 }
 INLINE int64_t levels_at(int type, int64_t block) {
-    return block / blocks_per_line(type) * group_bytes(type) + LINE_BYTES
+    return block / blocks_per_line(type) * group_bytes(type) + line_bytes(type)
            + block % blocks_per_line(type) * level_bytes(type);
 }
 INLINE int64_t factors_at(int type, int64_t blocks) {
     return (blocks + blocks_per_line(type) - 1) / blocks_per_line(type) * group_bytes(type);
 }
 
-int64_t quantised_panel_bytes(int type, int64_t inputs) {
-    int64_t factors = (inputs / BLOCK_INPUTS + BLOCKS_OF_A_FACTOR - 1) / BLOCKS_OF_A_FACTOR * factor_bytes(type);
-    return (factors_at(type, inputs / BLOCK_INPUTS) + factors + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+INLINE int64_t num_factors(const QuantisedPart *part, int64_t inputs) {
+    return (inputs / BLOCK_INPUTS + blocks_of_a_factor(part) - 1) / blocks_of_a_factor(part);
+}
+
+/* Reads the type of a part, and of groups their blocks and the type of their scales. */
+int64_t quantised_panel_bytes(const QuantisedPart *part, int64_t inputs) {
+    int64_t bytes = factors_at((int)part->type, inputs / BLOCK_INPUTS) + num_factors(part, inputs) * factor_bytes(part);
+    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
 }
 
 INLINE float from_half(uint16_t half) {
@@ -134,7 +164,7 @@ INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 /* A block of a prepared row. The words of all blocks come before the first of these. */
 typedef struct {
     float scale;                      /* of the first words; NaN if a number of the block is not finite */
-    float total;                      /* sum of the numbers */
+    float total, totals[2];           /* sum of the numbers, and of each half */
     int32_t sums[2][2];               /* sums of the first and the second words, of each half of the block */
 } RowBlock;
 
@@ -203,8 +233,10 @@ INLINE void prepare_row(const void *x, void *to, int64_t size, int type) {
             }
             block->sums[0][half] = sum_of(first_sum);
             block->sums[1][half] = sum_of(second_sum);
-            total += type == FLOAT32 ? ((int64_t)block->sums[0][half] << 15) + block->sums[1][half]
-                                     : block->sums[0][half];
+            int64_t sum = type == FLOAT32 ? ((int64_t)block->sums[0][half] << 15) + block->sums[1][half]
+                                          : block->sums[0][half];
+            block->totals[half] = (float)sum * smallest;
+            total += sum;
         }
         block->scale = scale;
         block->total = (float)total * smallest;
@@ -216,39 +248,79 @@ INLINE void prepare_row(const void *x, void *to, int64_t size, int type) {
 INLINE pairs line(const uint8_t *from) { return *(const pairs *)from; }
 INLINE pairs shifted(pairs w, int right) { return right >= 0 ? w >> right : w << -right; }
 
+/* table_of_levels[w] */
+INLINE pairs looked_up(pairs w) {
+#if LANES == 16 && defined(__AVX512BW__)
+    return (pairs)_mm512_permutexvar_epi16((__m512i)w, _mm512_loadu_si512(table_of_levels));
+#elif LANES == 8
+    __m256i table = _mm256_broadcastsi128_si256(_mm_packs_epi16(_mm_loadu_si128((const void *)table_of_levels),
+                                                                _mm_loadu_si128((const void *)(table_of_levels + 8))));
+    return (pairs)((signed_pairs)((pairs)_mm256_shuffle_epi8(table, (__m256i)w) << 8) >> 8);
+#else
+    for (int lane = 0; lane < 2 * LANES; lane++) w[lane] = (uint16_t)table_of_levels[w[lane]];
+    return w;
+#endif
+}
+
 /* The levels of pair p of LANES outputs, as stored. */
 INLINE pairs levels_of(int type, const uint8_t *levels, int p) {
-    if (type == Q8_0) {
+    if (has_bytes(type)) {
         signed_pairs both = (signed_pairs)line(levels + p / 2 * LINE_BYTES);
         return (pairs)((p % 2 ? both : (signed_pairs)((pairs)both << 8)) >> 8);
+    }
+    if (level_bits(type) < 4) {
+        pairs w = shifted(line(levels + p / 8 * LINE_BYTES), p % 8 * 2) & 3;
+        return level_bits(type) == 3 ? w | (shifted(line(levels + 2 * LINE_BYTES), p - 2) & 4) : w;
     }
     pairs w = shifted(line(levels + p / 4 * LINE_BYTES), p % 4 * 4);
     if (p % 4 < 3 || level_bits(type) > 4) w &= 15;
     if (level_bits(type) == 5) w |= shifted(line(levels + 4 * LINE_BYTES), p - 4) & 16;
     if (level_bits(type) == 6) w |= shifted(line(levels + (4 + p / 8) * LINE_BYTES), p % 8 * 2 - 4) & 48;
-    return w;
+    return in_table(type) ? looked_up(w) : w;
 }
 
-typedef struct { floats scale[2], minimum; } Scales;
+typedef struct { floats scale[2], minimum[2]; } Scales;
 
-/* The factors of scales and minima, of LANES outputs. */
-typedef struct { floats scale, minimum; } Factors;
+/* The factors of scales and minima, or the scales and zero points of a group, of LANES outputs. */
+typedef struct { floats scale, minimum; integers zero; } Factors;
 
-INLINE Factors factors_of(int type, const uint8_t *from) {
-    return (Factors){from_halves(from), has_minimum(type) ? -from_halves(from + LINE_BYTES / 2) : all(0)};
+INLINE Factors factors_of(const int type, const QuantisedPart *part, const uint8_t *from, int first_output) {
+    if (in_groups(type)) {
+        int scale_type = (int)part->scale_type;
+        const uint8_t *zeros = from + PANEL * bytes_of(scale_type) + first_output * zero_bytes(type);
+        from += first_output * bytes_of(scale_type);
+        Factors found = {scale_type == HALF ? from_halves(from) : load(from, 0, scale_type)};
+        if (type == INT4) found.zero = __builtin_convertvector(from_bytes(zeros, 0), integers);
+        else found.zero = __builtin_convertvector(*(const shorts *)zeros, integers);
+        return found;
+    }
+    from += first_output * 2;
+    return (Factors){from_halves(from), has_minimum(type) ? -from_halves(from + LINE_BYTES / 2) : all(0), {}};
 }
 
 /* The scales of a block of LANES outputs. `scales` points to those of the first of these outputs. */
 INLINE Scales scales_of(int type, const uint8_t *scales, Factors factors) {
     Scales s = {};
-    if (!is_k(type)) {
-        s.scale[0] = from_halves(scales);
-        if (has_minimum(type)) s.minimum = from_halves(scales + LINE_BYTES / 2);
+    if (in_groups(type)) {
+        s.scale[0] = factors.scale;
         return s;
     }
-    s.scale[0] = factors.scale * from_bytes(scales, type == Q6_K);
-    if (type == Q6_K) s.scale[1] = factors.scale * from_bytes(scales + PANEL, 1);
-    else s.minimum = factors.minimum * from_bytes(scales + PANEL, 0);
+    if (!is_k(type)) {
+        s.scale[0] = from_halves(scales);
+        if (has_minimum(type)) s.minimum[0] = from_halves(scales + LINE_BYTES / 2);
+        return s;
+    }
+    if (type == Q2_K)
+        for (int half = 0; half < 2; half++) {
+            integers both = __builtin_convertvector(from_bytes(scales + half * PANEL, 0), integers);
+            s.scale[half] = factors.scale * __builtin_convertvector(both & 15, floats);
+            s.minimum[half] = factors.minimum * __builtin_convertvector(both >> 4, floats);
+        }
+    else {
+        s.scale[0] = factors.scale * from_bytes(scales, !has_minimum(type));
+        if (scales_per_block(type) == 2) s.scale[1] = factors.scale * from_bytes(scales + PANEL, 1);
+        if (has_minimum(type)) s.minimum[0] = factors.minimum * from_bytes(scales + PANEL, 0);
+    }
     return s;
 }
 
@@ -263,22 +335,26 @@ INLINE void multiply_panel(const int type, const int R, const int row_type, cons
                            const char *x, int64_t row_bytes, const Target *t, int64_t row, int64_t panel) {
     const int num_words = words_per_number(row_type);
     const int64_t blocks = m->inputs / BLOCK_INPUTS;
-    const uint8_t *start = part->panels + (panel - part->first_panel) * quantised_panel_bytes(type, m->inputs);
+    const uint8_t *start = part->panels + (panel - part->first_panel) * quantised_panel_bytes(part, m->inputs);
+    const int64_t shared = in_groups(type) ? part->group_blocks : BLOCKS_OF_A_FACTOR;
     PreparedRow from[8];
     for (int r = 0; r < R; r++) from[r] = prepared_row(x + r * row_bytes, m->inputs, row_type);
     for (int v = 0; v < PARTS; v++) {
         floats sums[8];
         UNROLLED for (int r = 0; r < R; r++) sums[r] = all(0);
         Factors factors = {};
+        const uint8_t *next_factors = start + factors_at(type, blocks);
+        int64_t next_block = 0;                            /* with other factors */
         for (int64_t b = 0; b < blocks; b++) {
             const uint8_t *levels = start + levels_at(type, b);
-            if (is_k(type) && b % BLOCKS_OF_A_FACTOR == 0)
-                factors = factors_of(type, start + factors_at(type, blocks) + v * LANES * 2
-                                           + b / BLOCKS_OF_A_FACTOR * factor_bytes(type));
+            if ((is_k(type) || in_groups(type)) && b == next_block) {
+                factors = factors_of(type, part, next_factors, v * LANES);
+                next_factors += factor_bytes(part), next_block += shared;
+            }
             if (v == 0) {
                 UNROLLED for (int i = 0; i < level_bits(type); i++)
                     prefetch_soon(levels + i * LINE_BYTES + PREFETCHED_AHEAD);
-                if (b % blocks_per_line(type) == 0) prefetch_soon(levels - LINE_BYTES + PREFETCHED_AHEAD);
+                if (line_bytes(type) && b % blocks_per_line(type) == 0) prefetch_soon(levels - LINE_BYTES + PREFETCHED_AHEAD);
             }
             levels += v * LANES * 4;
             const int lane_bytes = is_k(type) ? 1 : 2;
@@ -288,7 +364,8 @@ INLINE void multiply_panel(const int type, const int R, const int row_type, cons
                 UNROLLED for (int r = 0; r < R; r++)
                     UNROLLED for (int w = 0; w < num_words; w++) {
                         const int32_t *sum = from[r].blocks[b].sums[w];
-                        found[r][w] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
+                        if (in_groups(type)) found[r][w] = -factors.zero * all_integers(sum[0] + sum[1]);
+                        else found[r][w] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
                             scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
                     }
                 const int count = BLOCK_INPUTS / 2 / scales_per_block(type);
@@ -310,7 +387,9 @@ INLINE void multiply_panel(const int type, const int R, const int row_type, cons
             }
             if (has_minimum(type))
                 UNROLLED for (int r = 0; r < R; r++)
-                    sums[r] = fused(s.minimum, all(from[r].blocks[b].total), sums[r]);
+                    for (int half = 0; half < (type == Q2_K ? 2 : 1); half++)
+                        sums[r] = fused(s.minimum[half], all(type == Q2_K ? from[r].blocks[b].totals[half]
+                                                                          : from[r].blocks[b].total), sums[r]);
         }
         for (int r = 0; r < R; r++) finish(m, t, row + r, panel * PANEL + v * LANES, sums[r] * m->factor);
     }
@@ -339,12 +418,14 @@ static const int kernel_rows[2][3] = {{1, 4, 0}, {1, 4, 8}};
 static const int kernel_rows[2][3] = {{1, 2, 0}, {1, 4, 0}};
 #endif
 PANEL_KERNELS(Q4_0) PANEL_KERNELS(Q4_1) PANEL_KERNELS(Q5_0) PANEL_KERNELS(Q5_1) PANEL_KERNELS(Q8_0)
-PANEL_KERNELS(Q4_K) PANEL_KERNELS(Q5_K) PANEL_KERNELS(Q6_K)
+PANEL_KERNELS(IQ4_NL) PANEL_KERNELS(Q2_K) PANEL_KERNELS(Q3_K) PANEL_KERNELS(Q4_K) PANEL_KERNELS(Q5_K)
+PANEL_KERNELS(Q6_K) PANEL_KERNELS(IQ4_XS) PANEL_KERNELS(INT4) PANEL_KERNELS(INT8)
 
 /* Kernels of each type, for each type of rows, for kernel_rows rows. */
 static const PanelKernel panel_kernels[NUM_TYPES][2][3] = {
-    KERNELS_OF(Q4_0), KERNELS_OF(Q4_1), KERNELS_OF(Q5_0), KERNELS_OF(Q5_1), KERNELS_OF(Q8_0), KERNELS_OF(Q4_K),
-    KERNELS_OF(Q5_K), KERNELS_OF(Q6_K)};
+    KERNELS_OF(Q4_0), KERNELS_OF(Q4_1), KERNELS_OF(Q5_0), KERNELS_OF(Q5_1), KERNELS_OF(Q8_0), KERNELS_OF(IQ4_NL),
+    KERNELS_OF(Q2_K), KERNELS_OF(Q3_K), KERNELS_OF(Q4_K), KERNELS_OF(Q5_K), KERNELS_OF(Q6_K), KERNELS_OF(IQ4_XS),
+    KERNELS_OF(INT4), KERNELS_OF(INT8)};
 
 /* Multiply all rows with the panels first .. end - 1. Rows of x are prepared, and `stride` entries of their type apart.
 */
@@ -376,16 +457,17 @@ INLINE uint16_t half_at(const uint8_t *from) {
 /* A block of a file: its levels, as stored in a panel, and its scales and minimum in the form of the panel. */
 typedef struct {
     uint8_t levels[BLOCK_INPUTS];
-    uint8_t scale[2], minimum[2];     /* half floats. Of K types: bytes in scale[0] and scale[1] or minimum[0] */
+    uint8_t scale[2], minimum[2];     /* half floats. Of K types: the bytes of a panel, two in scale, or one in each */
     uint8_t factors[4];               /* of K types: half floats of scales and minima */
 } FileBlock;
 
+/* Of a file, with blocks. */
 int64_t quantised_row_bytes(int type, int64_t inputs) {
-    static const int64_t of_block[NUM_TYPES] = {18, 20, 22, 24, 34, 144, 176, 210};
+    static const int64_t of_block[NUM_TYPES] = {18, 20, 22, 24, 34, 18, 84, 110, 144, 176, 210, 136};
     return inputs / (is_k(type) ? BLOCKS_OF_A_FACTOR * BLOCK_INPUTS : BLOCK_INPUTS) * of_block[type];
 }
 
-/* Read block b of a row of a file. */
+/* Read block b of a row of a file with blocks. */
 static FileBlock file_block(int type, const uint8_t *row, int64_t b) {
     FileBlock f = {};
     int upper[BLOCK_INPUTS] = {};
@@ -408,6 +490,26 @@ static FileBlock file_block(int type, const uint8_t *row, int64_t b) {
     }
     row += quantised_row_bytes(type, BLOCKS_OF_A_FACTOR * BLOCK_INPUTS) * (b / BLOCKS_OF_A_FACTOR);
     int j = (int)(b % BLOCKS_OF_A_FACTOR);
+    if (type == IQ4_XS) {
+        const uint8_t *low = row + 8 + j * 16;
+        int scale = (row[4 + j / 2] >> j % 2 * 4 & 15) | (half_at(row + 2) >> 2 * j & 3) << 4;
+        memcpy(f.factors, row, 2);
+        f.scale[0] = (uint8_t)(scale - 32);
+        for (int i = 0; i < BLOCK_INPUTS; i++) f.levels[i] = i < 16 ? low[i] & 15 : low[i - 16] >> 4;
+        return f;
+    }
+    if (type == Q2_K || type == Q3_K) {
+        const uint8_t *low = row + (type == Q2_K ? 16 : 32) + j / 4 * 32, *six = row + 96;
+        memcpy(f.factors, row + (type == Q2_K ? 80 : 108), type == Q2_K ? 4 : 2);
+        for (int half = 0; half < 2; half++) {
+            int k = 2 * j + half;
+            int scale = (k < 8 ? six[k % 8] & 15 : six[k % 8] >> 4) | (six[8 + k % 4] >> k / 4 * 2 & 3) << 4;
+            f.scale[half] = type == Q2_K ? row[k] : (uint8_t)(scale - 32);
+        }
+        for (int i = 0; i < BLOCK_INPUTS; i++)
+            f.levels[i] = (uint8_t)((low[i] >> j % 4 * 2 & 3) | (type == Q3_K ? (row[i] >> j & 1) << 2 : 0));
+        return f;
+    }
     if (type == Q6_K) {
         const uint8_t *low = row + j / 4 * 64 + j % 2 * 32, *high = row + 128 + j / 4 * 32;
         f.scale[0] = row[192 + 2 * j], f.scale[1] = row[192 + 2 * j + 1];
@@ -426,15 +528,17 @@ static FileBlock file_block(int type, const uint8_t *row, int64_t b) {
 }
 
 /* Put a block of output o into a panel, whose levels are zero. */
-static void put_block(int type, uint8_t *panel, int64_t blocks, int64_t b, int o, const FileBlock *f) {
+static void put_block(const QuantisedPart *part, uint8_t *panel, int64_t blocks, int64_t b, int o, const FileBlock *f) {
+    int type = (int)part->type;
     uint8_t *scales = panel + scales_at(type, b), *levels = panel + levels_at(type, b) + o * 4;
     if (is_k(type)) {
-        uint8_t *factors = panel + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type) + o * 2;
+        uint8_t *factors = panel + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(part) + o * 2;
         scales[o] = f->scale[0];
-        scales[PANEL + o] = type == Q6_K ? f->scale[1] : f->minimum[0];
+        if (scales_per_block(type) == 2) scales[PANEL + o] = f->scale[1];
+        else if (has_minimum(type)) scales[PANEL + o] = f->minimum[0];
         memcpy(factors, f->factors, 2);
         if (has_minimum(type)) memcpy(factors + LINE_BYTES / 2, f->factors + 2, 2);
-    } else {
+    } else if (!in_groups(type)) {
         memcpy(scales + o * 2, f->scale, 2);
         if (has_minimum(type)) memcpy(scales + LINE_BYTES / 2 + o * 2, f->minimum, 2);
     }
@@ -442,8 +546,13 @@ static void put_block(int type, uint8_t *panel, int64_t blocks, int64_t b, int o
         uint16_t word[8] = {};
         for (int p = 0; p < BLOCK_INPUTS / 2; p++) {
             unsigned level = f->levels[2 * p + h];
-            if (type == Q8_0) {
+            if (has_bytes(type)) {
                 word[p / 2] |= (uint16_t)(level << p % 2 * 8);
+                continue;
+            }
+            if (level_bits(type) < 4) {
+                word[p / 8] |= (uint16_t)((level & 3) << p % 8 * 2);
+                word[2] |= (uint16_t)((level >> 2) << p);
                 continue;
             }
             word[p / 4] |= (uint16_t)((level & 15) << p % 4 * 4);
@@ -455,48 +564,77 @@ static void put_block(int type, uint8_t *panel, int64_t blocks, int64_t b, int o
 }
 
 /* The numbers of one output of a panel. */
-static void decode_row(int type, const uint8_t *panel, int64_t blocks, int o, void *to, int row_type) {
+static void decode_row(const QuantisedPart *part, const uint8_t *panel, int64_t blocks, int o, void *to, int row_type) {
+    int type = (int)part->type, offset = offset_of(type);
     for (int64_t b = 0; b < blocks; b++) {
         const uint8_t *scales = panel + scales_at(type, b), *levels = panel + levels_at(type, b) + o * 4;
-        const uint8_t *factors = panel + factors_at(type, blocks) + b / BLOCKS_OF_A_FACTOR * factor_bytes(type) + o * 2;
-        float scale[2], minimum = 0;
-        if (!is_k(type)) {
+        const uint8_t *first = panel + factors_at(type, blocks) + b / blocks_of_a_factor(part) * factor_bytes(part);
+        const uint8_t *factors = first + o * 2;
+        float scale[2], minimum[2] = {0, 0};
+        if (in_groups(type)) {
+            const uint8_t *zeros = first + PANEL * bytes_of((int)part->scale_type) + o * zero_bytes(type);
+            int16_t zero = *zeros;
+            if (type == INT8) memcpy(&zero, zeros, 2);
+            offset = zero;
+            scale[0] = scale[1] = part->scale_type == HALF ? from_half(half_at(factors))
+                                                           : load_one(first, o, (int)part->scale_type);
+        } else if (!is_k(type)) {
             scale[0] = scale[1] = from_half(half_at(scales + o * 2));
-            if (has_minimum(type)) minimum = from_half(half_at(scales + LINE_BYTES / 2 + o * 2));
+            if (has_minimum(type)) minimum[0] = minimum[1] = from_half(half_at(scales + LINE_BYTES / 2 + o * 2));
         } else {
             float factor = from_half(half_at(factors));
-            for (int half = 0; half < 2; half++)
-                scale[half] = factor * (float)(type == Q6_K ? (int8_t)scales[half * PANEL + o] : scales[o]);
-            if (has_minimum(type))
-                minimum = -from_half(half_at(factors + LINE_BYTES / 2)) * (float)scales[PANEL + o];
+            for (int half = 0; half < 2; half++) {
+                int byte = scales[(scales_per_block(type) == 2 ? half : 0) * PANEL + o];
+                scale[half] = factor * (float)(type == Q2_K ? byte & 15 : has_minimum(type) ? byte : (int8_t)byte);
+                if (has_minimum(type))
+                    minimum[half] = -from_half(half_at(factors + LINE_BYTES / 2))
+                                    * (float)(type == Q2_K ? byte >> 4 : scales[PANEL + o]);
+            }
         }
         for (int i = 0; i < BLOCK_INPUTS; i++) {
             int p = i / 2;
             const uint8_t *words = levels + i % 2 * 2;
             int level;
-            if (type == Q8_0) {
+            if (has_bytes(type)) {
                 level = (int8_t)words[p / 2 * LINE_BYTES + p % 2];
+            } else if (level_bits(type) < 4) {
+                level = half_at(words + p / 8 * LINE_BYTES) >> p % 8 * 2 & 3;
+                if (level_bits(type) == 3) level |= (half_at(words + 2 * LINE_BYTES) >> p & 1) << 2;
             } else {
                 level = half_at(words + p / 4 * LINE_BYTES) >> p % 4 * 4 & 15;
                 if (level_bits(type) == 5) level |= (half_at(words + 4 * LINE_BYTES) >> p & 1) << 4;
                 if (level_bits(type) == 6) level |= (half_at(words + (4 + p / 8) * LINE_BYTES) >> p % 8 * 2 & 3) << 4;
             }
-            float number = (float)(level - offset_of(type)) * scale[i / (BLOCK_INPUTS / 2)] + minimum;
+            if (in_table(type)) level = table_of_levels[level];
+            int half = i / (BLOCK_INPUTS / 2);
+            float number = (float)(level - offset) * scale[half] + minimum[half];
             store_one(to, b * BLOCK_INPUTS + i, number, row_type);
         }
     }
 }
 
-/* Pack `count` rows of a file into the outputs [count] of a part, whose panels are zero. */
-void pack_quantised_rows(const QuantisedPart *part, int64_t inputs, const uint8_t *rows, const int64_t *outputs,
-                         int64_t count) {
-    int type = (int)part->type;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t output = outputs[i];
-        uint8_t *panel = part->panels + (output / PANEL - part->first_panel) * quantised_panel_bytes(type, inputs);
-        for (int64_t b = 0; b < inputs / BLOCK_INPUTS; b++) {
-            FileBlock f = file_block(type, rows + i * quantised_row_bytes(type, inputs), b);
-            put_block(type, panel, inputs / BLOCK_INPUTS, b, (int)(output % PANEL), &f);
+/* Pack `count` rows, `row_bytes` bytes each, into the outputs [count] of a part, whose panels are zero. A row is one of
+   a file with blocks. With groups, it has a level of each input as a byte, then the scales of all groups, then their
+   zero points as int16. */
+void pack_quantised_rows(const QuantisedPart *part, int64_t inputs, const uint8_t *rows, int64_t row_bytes,
+                         const int64_t *outputs, int64_t count) {
+    const int type = (int)part->type;
+    const int64_t blocks = inputs / BLOCK_INPUTS, groups = num_factors(part, inputs);
+    const int64_t size = bytes_of((int)part->scale_type);
+    for (int64_t i = 0; i < count; i++, rows += row_bytes) {
+        int64_t output = outputs[i], o = output % PANEL;
+        uint8_t *panel = part->panels + (output / PANEL - part->first_panel) * quantised_panel_bytes(part, inputs);
+        for (int64_t b = 0; b < blocks; b++) {
+            FileBlock f = {};
+            if (in_groups(type)) memcpy(f.levels, rows + b * BLOCK_INPUTS, BLOCK_INPUTS);
+            else f = file_block(type, rows, b);
+            put_block(part, panel, blocks, b, (int)o, &f);
+        }
+        if (!in_groups(type)) continue;
+        uint8_t *factors = panel + factors_at(type, blocks);
+        for (int64_t g = 0; g < groups; g++, factors += factor_bytes(part)) {
+            memcpy(factors + o * size, rows + inputs + g * size, size);
+            memcpy(factors + PANEL * size + o * zero_bytes(type), rows + inputs + groups * size + g * 2, zero_bytes(type));
         }
     }
 }
@@ -510,8 +648,8 @@ int decode_quantised_rows(const Matrix *m, const int64_t *outputs, int64_t count
         const QuantisedPart *part = m->parts;
         while (outputs[i] / PANEL >= part->end_panel) part++;
         const uint8_t *panel = part->panels + (outputs[i] / PANEL - part->first_panel)
-                               * quantised_panel_bytes((int)part->type, m->inputs);
-        decode_row((int)part->type, panel, m->inputs / BLOCK_INPUTS, (int)(outputs[i] % PANEL),
+                               * quantised_panel_bytes(part, m->inputs);
+        decode_row(part, panel, m->inputs / BLOCK_INPUTS, (int)(outputs[i] % PANEL),
                    (char *)to + i * m->inputs * bytes_of(m->type), m->type);
     }
     return 0;
