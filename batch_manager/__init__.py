@@ -67,6 +67,7 @@ _PUBLIC = {
 
     # a backend, a clock
     "BlockStore": "stores.interface",
+    "Drafter": "loop.drafting",
     "StoredBlock": "stores.interface",
     "ModelBackend": "seams",
     "BackendInfo": "seams",
@@ -178,6 +179,7 @@ if TYPE_CHECKING:    # `as` marks the names as exported for type checkers
     from .layers.norm import RmsNorm as RmsNorm
     from .layers.rotary import Rotary as Rotary
     from .layers.rotary import RotaryParameters as RotaryParameters
+    from .loop.drafting import Drafter as Drafter
     from .models.registry import register_model as register_model
     from .models.spec import ModelSpec as ModelSpec
     from .models.spec_reading import read_decoder_spec as read_decoder_spec

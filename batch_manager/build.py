@@ -12,7 +12,7 @@ import numpy as np
 
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import Parts, TrtGptModelOptionalParams
+from .config import Limits, Parts, SpeculativeConfig, TrtGptModelOptionalParams
 from .contained_log import RateLimitedLog, log
 from .custom_parts import (
     check_scheduler,
@@ -33,6 +33,7 @@ from .loop.callbacks import GuardedCallbacks
 from .loop.drafting import Drafting
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
+from .loop.ngrams import NgramDrafter
 from .loop.preparing import Preparing, without_adapters
 from .loop.waiting_requests import WaitingRequests
 from .names import SchedulerPolicy, TrtGptModelType
@@ -114,8 +115,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight(),
             adapters=peft_cache_manager,
             kv_events=kv_events,
-            resources=() if params.speculative_config is None else [
-                Drafting(params.speculative_config, limits, kv_cache_manager)])
+            resources=_drafting(params.speculative_config, parts, limits, kv_cache_manager, guard))
     except BaseException:
         if stored is not None:
             stored.close()
@@ -126,6 +126,14 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
              limits.num_blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len,
              limits.max_num_tokens)
     return loop
+
+
+def _drafting(config: SpeculativeConfig | None, parts: Parts, limits: Limits, kv_cache_manager: KvCacheManager,
+              guard: Guard) -> list[Drafting]:
+    if config is None:
+        return []
+    drafter = parts.drafter or NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    return [Drafting(config, limits, kv_cache_manager, drafter, guard)]
 
 
 def _make_stored(params: TrtGptModelOptionalParams, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,

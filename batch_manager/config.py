@@ -29,6 +29,7 @@ MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 MAX_RANKS = 1024              # of each kind of parallelism
 MAX_DRAFT_TOKENS = 64         # of a sequence in one step
+DRAFT_METHODS = ("ngram", "custom")
 MAX_LOOKUP = 16               # tokens of an n-gram
 
 
@@ -265,7 +266,7 @@ class SpeculativeConfig:
     """How the engine drafts tokens, which the model verifies in one step. The tokens of a request do not change.
 
     method                   "ngram": the tokens after the newest earlier occurrence of the request's last tokens, in
-                             its own prompt and output
+                             its own prompt and output. "custom": Parts.drafter drafts
     num_speculative_tokens   most drafts of a sequence in a step
     prompt_lookup_max, prompt_lookup_min   how many of the last tokens must have occurred: the most, else fewer
     """
@@ -276,8 +277,9 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
 
     def __post_init__(self) -> None:
-        if self.method != "ngram":
-            raise ConfigError(f"SpeculativeConfig.method is {self.method!r}"[:200], "expected 'ngram'",
+        if self.method not in DRAFT_METHODS:
+            raise ConfigError(f"SpeculativeConfig.method is {self.method!r}"[:200],
+                              f"expected one of {', '.join(map(repr, DRAFT_METHODS))}",
                               "draft models and heads of other engines are not supported")
         put_count(self, "num_speculative_tokens", maximum=MAX_DRAFT_TOKENS, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_max", maximum=MAX_LOOKUP, owner="SpeculativeConfig.")
@@ -413,7 +415,8 @@ class TrtGptModelOptionalParams:
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig: the engine drafts tokens for requests whose tokens their logits and
-                                the seed alone decide; run_ahead is then off. None: no drafts. Refused with
+                                the seed alone decide, except with InferenceRequest(speculation=False); run_ahead is
+                                then off. None: no drafts. Refused with
                                 TrtGptModelType.V1, Parts.stages and several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
@@ -615,6 +618,7 @@ class Parts:
     block_store a stores.BlockStore, which keeps reusable blocks for later runs and other engines, in place of
                 KvCacheConfig.disk_cache_path. Needs enable_block_reuse and host_cache_size. Called on threads of the
                 engine; its exceptions are logged and counted, and what it lacks is computed
+    drafter     a Drafter, with SpeculativeConfig("custom")
     kv_events   (events: list[KvEvent]) -> None, called on the worker thread after an iteration that changed what the
                 prefix cache can find. Needs enable_block_reuse. Exceptions are logged and dropped
     logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
@@ -634,6 +638,7 @@ class Parts:
     at_end: Callable[[dict[str, Any]], None] | None = None
     kv_events: Callable[[list[KvEvent]], None] | None = None
     block_store: Any = None
+    drafter: Any = None
     logits_post_processor_batched: Callable[..., None] | None = None
     stages: Sequence[Any] | Callable[..., Sequence[Any]] | None = None
 
@@ -659,6 +664,11 @@ class Parts:
                 raise ConfigError(f"Parts.block_store is of type {type(self.block_store).__name__}",
                                   "expected an object with the methods count, load, save, figures and close of "
                                   "batch_manager.BlockStore, or None", "give it all methods, or leave it None")
+        if self.drafter is not None and (isinstance(self.drafter, type)
+                                         or not callable(getattr(self.drafter, "propose", None))):
+            raise ConfigError(f"Parts.drafter is of type {type(self.drafter).__name__}",
+                              "expected an object with the method propose of batch_manager.Drafter, or None",
+                              "give it the method, or leave it None")
         if self.clock is not None and not all(callable(getattr(self.clock, name, None))
                                               for name in ("monotonic", "timestamp")):
             raise ConfigError(f"Parts.clock is of type {type(self.clock).__name__}",

@@ -70,11 +70,18 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             params = replace(params, max_num_sequences=params.max_batch_size * stages)
             arguments = replace(arguments, optional_params=params)
     if (drafting := arguments.optional_params.speculative_config) is not None:
+        if (drafting.method == "custom") is not (parts.drafter is not None):
+            has = "no Parts.drafter" if parts.drafter is None else "Parts.drafter"
+            raise ConfigError(f"SpeculativeConfig.method is {drafting.method!r} with {has}",
+                              "'custom' is the method of Parts.drafter", "set both or neither")
         if parts.stages:
             raise ConfigError("speculative_config is set with Parts.stages",
                               "steps with drafts do not run custom stages yet", "leave one of them out")
         if not arguments.max_draft_tokens:
             arguments = replace(arguments, max_draft_tokens=drafting.num_speculative_tokens)
+    elif parts.drafter is not None:
+        raise ConfigError("Parts.drafter is set without speculative_config", "expected SpeculativeConfig('custom')",
+                          "pass it, or leave Parts.drafter out")
     if not arguments.is_static:
         return arguments
     params = arguments.optional_params

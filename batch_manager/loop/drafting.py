@@ -1,8 +1,12 @@
 """Drafts tokens for generating requests after the plan is made, so that schedulers never see them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from operator import index
+from typing import Protocol
 
 from ..config import Limits, SpeculativeConfig
+from ..guard import Guard
 from ..handover import DeviceOperation, SlotSetup
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
@@ -24,30 +28,24 @@ def is_verified(setup: SlotSetup) -> bool:
                                               for name in _OTHERS))
 
 
-class Ngrams:
-    """What followed each n-gram of a request's tokens, for n in shortest..longest. Grows with the request."""
+class Drafter(Protocol):
+    """Guesses the next tokens of requests, for SpeculativeConfig("custom"). Passed as Parts.drafter.
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
-        self._known = 0
+    All calls come from the worker thread. A wrong guess costs time and changes no token.
+    """
 
-    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return `most` tokens or none: those after the newest earlier occurrence of the last n, longest n first.
+    def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return a list of draft tokens for each request, which may be empty.
 
-        If fewer follow it, the text repeats itself, and the drafts go on with that.
+        requests      generating requests of the next step; `tokens[0]` has prompt and output. Change nothing of them
+        max_lengths   most drafts of each; what is longer is cut
 
-        tokens   prompt and output; those of the call before, and more
+        If the method raises, or returns anything else, the step has no drafts; the failure is counted and logged.
         """
-        for end in range(self._known, len(tokens)):
-            for n, ends in self._ends.items():
-                if n <= end:
-                    ends[tuple(tokens[end - n : end])] = end
-        self._known = len(tokens)
-        for n, ends in self._ends.items():
-            if n < len(tokens) and (end := ends.get(tuple(tokens[-n:]), 0)):
-                period = len(tokens) - end
-                return [tokens[end + place % period] for place in range(most)]
-        return ()
+        ...
+
+    # Optional. Called when a request ends or pauses, with a request of an earlier call or one that had none:
+    #     def release(self, request: LlmRequest) -> None
 
 
 class _Draft:
@@ -59,10 +57,10 @@ class _Draft:
     before, count   number of its tokens before its last step with drafts, and the number of drafts; 0: it was counted
     """
 
-    __slots__ = ("ngrams", "most", "misses", "rests_until", "before", "count")
+    __slots__ = ("most", "misses", "rests_until", "before", "count")
 
-    def __init__(self, ngrams: Ngrams, most: int) -> None:
-        self.ngrams, self.most = ngrams, most
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.misses = self.rests_until = self.before = self.count = 0
 
 
@@ -71,12 +69,17 @@ class Drafting:
 
     Drafts take what the plan leaves of max_num_tokens, and of free blocks without cached content. So they never make a
     request wait or pause, and never evict a block.
+
+    drafter   runs in a guarded block: if it raises, or returns something else, the step has no drafts
     """
 
-    def __init__(self, config: SpeculativeConfig, limits: Limits, kv_cache_manager: KvCacheManager) -> None:
-        self._config, self._kv = config, kv_cache_manager
+    def __init__(self, config: SpeculativeConfig, limits: Limits, kv_cache_manager: KvCacheManager, drafter: Drafter,
+                 guard: Guard) -> None:
+        self._kv, self._limits, self._drafter = kv_cache_manager, limits, drafter
         self._most = min(config.num_speculative_tokens, limits.max_draft_tokens)
-        self._max_num_tokens = limits.max_num_tokens
+        self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
+        self._in_propose = guard.containing("propose", kind="method of the drafter")
+        self._in_release = guard.containing("release", kind="method of the drafter")
         self._of: dict[LlmRequest, _Draft] = {}
         self._num_steps = self._num_drafts = self._num_accepted = 0
 
@@ -84,14 +87,16 @@ class Drafting:
         return ()
 
     def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
-        if is_verified(setup):
-            config = self._config
-            self._of[request] = _Draft(Ngrams(config.prompt_lookup_min, config.prompt_lookup_max), self._most)
+        if request.speculation and is_verified(setup):
+            self._of[request] = _Draft(self._most)
         return setup
 
     def release(self, request: LlmRequest) -> None:
         if draft := self._of.pop(request, None):
             self._count(draft, request.num_tokens)
+            if self._forget is not None:
+                with self._in_release:
+                    self._forget(request)
 
     def figures(self) -> Mapping[str, int | str]:
         return {"Draft Steps": self._num_steps, "Draft Tokens": self._num_drafts,
@@ -100,12 +105,10 @@ class Drafting:
     def fit(self, plan: SchedulerOutput) -> None:
         """Propose drafts for requests of the plan. The plan is right, and its pauses are done."""
         generation, contexts = plan.generation_requests, plan.context_requests
-        if not generation:
+        left = self._limits.max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
+        if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
-        left = self._max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
-        if any(request.beam_width > 1 for request in (*generation, *contexts)):
-            return
-        drafted = []
+        asked, max_lengths = [], []
         for request in generation:
             draft = self._of.get(request)
             if draft is None:
@@ -113,23 +116,52 @@ class Drafting:
             length = request.num_tokens
             self._count(draft, length)
             most = min(draft.most, left, request.final_length - length - 1)
-            if most < 1 or length < draft.rests_until:
-                continue
-            if tokens := draft.ngrams.propose(request.tokens[0], most):
-                request.propose(tokens)
-                draft.before, draft.count = length, len(tokens)
+            if most > 0 and length >= draft.rests_until:
+                asked.append(request)
+                max_lengths.append(most)
+        proposed: list[tuple[LlmRequest, list[int]]] = []
+        for request, tokens in zip(asked, self._propose(asked, max_lengths)):
+            if tokens := tokens[:left]:
+                proposed.append((request, tokens))
                 left -= len(tokens)
-                drafted.append(draft)
-        if drafted and self._kv.usage().free_blocks < self._kv.blocks_to_claim(
-                [request for request in contexts if request.is_first_context_chunk], generation, (),
-                [request.draft_len for request in generation]):
-            for request in generation:
+        self._note([*self._with_blocks(proposed, generation, contexts)])
+
+    def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> list[list[int]]:
+        """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
+        if not requests:
+            return []
+        with self._in_propose:
+            answer = list(self._drafter.propose(requests, max_lengths))
+            if len(answer) != len(requests):
+                raise ValueError(f"propose returned {len(answer)} lists for {len(requests)} requests")
+            lists = [[index(token) for token in islice(tokens, most)] for tokens, most in zip(answer, max_lengths)]
+            if any(not 0 <= token < self._limits.vocab_size for tokens in lists for token in tokens):
+                raise ValueError(f"propose returned a token that is not in 0..{self._limits.vocab_size - 1}")
+            return lists
+        return []
+
+    def _with_blocks(self, proposed: list[tuple[LlmRequest, list[int]]], generation: Sequence[LlmRequest],
+                     contexts: Sequence[LlmRequest]) -> list[tuple[LlmRequest, list[int]]]:
+        """Return the first proposals for which there are free blocks without cached content, and give them to their
+        requests. The others are dropped by halves, because the blocks of a plan are counted together."""
+        first_chunks = [request for request in contexts if request.is_first_context_chunk]
+        while proposed:
+            for request, tokens in proposed:
+                request.propose(tokens)
+            if self._kv.usage().free_blocks >= self._kv.blocks_to_claim(
+                    first_chunks, generation, (), [request.draft_len for request in generation]):
+                break
+            for request, _ in proposed:
                 request.propose(())
-            for draft in drafted:
-                draft.count = 0
-            return
-        self._num_steps += len(drafted)
-        self._num_drafts += sum(draft.count for draft in drafted)
+            del proposed[len(proposed) // 2 :]
+        return proposed
+
+    def _note(self, proposed: list[tuple[LlmRequest, list[int]]]) -> None:
+        for request, tokens in proposed:
+            draft = self._of[request]
+            draft.before, draft.count = request.num_tokens, len(tokens)
+            self._num_drafts += len(tokens)
+        self._num_steps += len(proposed)
 
     def _count(self, draft: _Draft, num_tokens: int) -> None:
         """Count what the last step with drafts of a request accepted, and choose how many drafts it gets next."""

@@ -90,6 +90,7 @@ LATEST_S = 4e9             # above time.time(), which the intake refuses with ad
 BATCHED = "batched"        # the name of TensorRT-LLM's batched post-processor
 
 _IS_STREAMING = TensorSpec("is_streaming", Content.FLAG, Shape.SCALAR)
+_SPECULATION = TensorSpec("speculation", Content.FLAG, Shape.SCALAR)
 _PRIORITY = TensorSpec("priority", Content.NUMBER, Shape.SCALAR)
 _DEADLINE = TensorSpec("deadline_s", Content.NUMBER, Shape.SCALAR)
 _ARRIVAL = TensorSpec("arrival_time", Content.NUMBER, Shape.SCALAR)
@@ -142,6 +143,7 @@ class _RawRequest:
     arrival_time: float | None = None
     cache_salt: str | bytes | None = None
     retention: KvCacheRetentionConfig | None = None
+    speculation: bool = True
     logits_post_processor: Callable[..., Any] | str | None = None
     type: RequestType = RequestType.CONTEXT_AND_GENERATION
 
@@ -297,6 +299,7 @@ class Admission:
             raise InvalidRequestError(f"cache_salt has {len(salt):,} {'characters' if type(salt) is str else 'bytes'}",
                                       f"it must have at most {MAX_CACHE_SALT:,}", "pass a digest of the salt")
         raw.type = _request_type(item.request_type)
+        raw.speculation = bool(scalar(_SPECULATION, item.speculation))
         raw.retention = copied_retention(item.kv_cache_retention_config)
         raw.logits_post_processor = self._post_processor_of(item)
         return raw
@@ -363,7 +366,7 @@ class Admission:
             draft_tokens=values.get("draft_input_ids", ()), lora_task_id=scalars.get("lora_task_id"),
             priority=float(raw.priority), in_lockstep=raw.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
-            retention=raw.retention,
+            retention=raw.retention, speculation=raw.speculation,
             batch_key=_batch_key(raw, end_ids, sampling) if self.static_batching else None,
             # Logits exist for computed tokens only, so no part of the prompt may come from cached blocks. A unique salt
             # prevents block reuse. No other salt is an integer.

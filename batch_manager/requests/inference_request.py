@@ -118,6 +118,7 @@ class InferenceRequest(TensorAttributes):
                             final response has the tensor `context_phase_params`; "generation_only", with this tensor,
                             generates there. See KvTransferConfig
     kv_cache_retention_config   how long to keep the request's cached blocks; None: with retention priority 35
+    speculation             False: the engine drafts no tokens for the request (speculative_config)
 
     The constructor checks only the id and the names. The engine checks and copies the values when the get callback
     returns the request. A subclass can add attributes if it declares them in its class body.
@@ -127,14 +128,16 @@ class InferenceRequest(TensorAttributes):
     """
 
     __slots__ = ("_request_id", "_tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s",
-                 "cache_salt", "kv_cache_retention_config", "arrival_time", "request_type", "__weakref__")
+                 "cache_salt", "kv_cache_retention_config", "arrival_time", "request_type", "speculation",
+                 "__weakref__")
 
     def __init__(self, request_id: int, tensors: Mapping[str, Any] | None = None, *, is_streaming: bool = False,
                  logits_post_processor: Callable[..., Any] | str | None = None, priority: float = 0.5,
                  deadline_s: float | None = None, cache_salt: str | bytes | None = None,
                  kv_cache_retention_config: KvCacheRetentionConfig | None = None,
                  arrival_time: float | None = None,
-                 request_type: RequestType | str = RequestType.CONTEXT_AND_GENERATION) -> None:
+                 request_type: RequestType | str = RequestType.CONTEXT_AND_GENERATION,
+                 speculation: bool = True) -> None:
         self._request_id = checked_request_id(request_id)
         self._tensors = {} if tensors is None else _named(tensors)
         self.is_streaming = is_streaming
@@ -145,6 +148,7 @@ class InferenceRequest(TensorAttributes):
         self.kv_cache_retention_config = kv_cache_retention_config
         self.arrival_time = arrival_time
         self.request_type = request_type
+        self.speculation = speculation
 
     if TYPE_CHECKING:
         @property

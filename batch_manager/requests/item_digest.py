@@ -9,7 +9,7 @@ import numpy as np
 from .admission import usable_id
 from .inference_request import InferenceRequest
 
-OPTIONS = ("is_streaming", "priority", "deadline_s", "cache_salt", "kv_cache_retention_config")
+OPTIONS = ("is_streaming", "priority", "deadline_s", "cache_salt", "kv_cache_retention_config", "speculation")
 UNREADABLE = b"unreadable"       # admission refuses it, with a reason
 MOST_NUMBERS = 1 << 16           # of a tensor in `item_fields`
 MOST_CHARACTERS = 40             # of any other value there

@@ -56,6 +56,7 @@ class LlmRequest:
     retention           how long to keep the request's KV cache blocks; None: as long as other blocks
     in_lockstep         each step of the request must be read before the next one is launched, because the request has
                         beams or a user's function reads its tokens
+    speculation         whether the engine may draft tokens for the request
     state               see TRANSITIONS; a launched last chunk counts as done
     context_position    number of computed context tokens, those of launched steps included
     context_read        number of computed context tokens whose step was read
@@ -69,15 +70,15 @@ class LlmRequest:
 
     __slots__ = ("request_id", "tokens", "orig_prompt_len", "prompt_len", "max_new_tokens", "final_length",
                  "beam_width", "_draft_tokens", "draft_len", "step_tokens", "lora_task_id", "adapter", "priority",
-                 "batch_key", "cache_salt", "token_extra_ids", "retention", "in_lockstep", "state", "context_position",
-                 "context_read", "seq_slot", "num_pauses", "computed_before_pause")
+                 "batch_key", "cache_salt", "token_extra_ids", "retention", "in_lockstep", "speculation", "state",
+                 "context_position", "context_read", "seq_slot", "num_pauses", "computed_before_pause")
 
     def __init__(self, request_id: int, prompt: list[int], max_new_tokens: int, *, beam_width: int = 1,
                  draft_tokens: Sequence[int] = (), lora_task_id: int | None = None,
                  adapter: AdapterContent | None = None, priority: float = 0.5,
                  batch_key: Hashable = None, cache_salt: Hashable = None,
                  token_extra_ids: Sequence[int] | None = None, retention: KvCacheRetentionConfig | None = None,
-                 in_lockstep: bool = False) -> None:
+                 in_lockstep: bool = False, speculation: bool = True) -> None:
         assert prompt and max_new_tokens >= 1 and beam_width >= 1
         self.request_id = request_id
         self.tokens = [list(prompt) for _ in range(beam_width)]
@@ -94,6 +95,7 @@ class LlmRequest:
         self.token_extra_ids = token_extra_ids
         self.retention = retention
         self.in_lockstep = in_lockstep or beam_width > 1
+        self.speculation = speculation
         self.state = CONTEXT
         self.context_position = self.context_read = 0
         self.seq_slot = NO_SLOT

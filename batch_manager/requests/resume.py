@@ -49,7 +49,8 @@ def resume(request: InferenceRequest, tokens: Sequence[int] | np.ndarray) -> Inf
         request.request_id, tensors, is_streaming=request.is_streaming, priority=request.priority,
         logits_post_processor=request.logits_post_processor, deadline_s=request.deadline_s,
         cache_salt=request.cache_salt, kv_cache_retention_config=request.kv_cache_retention_config,
-        request_type=RequestType.CONTEXT_AND_GENERATION if tokens else request.request_type)
+        request_type=RequestType.CONTEXT_AND_GENERATION if tokens else request.request_type,
+        speculation=request.speculation)
 
 
 def _resume(tensors: dict[str, Any], tokens: list[int]) -> None:

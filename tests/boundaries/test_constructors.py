@@ -97,7 +97,7 @@ PEFT_OPTIONS = {
 }
 
 SPECULATIVE_OPTIONS = {
-    "method": (("ngram",), ("", "Ngram", "eagle", None, 5, ["ngram"])),
+    "method": (("ngram", "custom"), ("", "Ngram", "eagle", None, 5, ["ngram"])),
     "num_speculative_tokens": ((1, 7, MAX_DRAFT_TOKENS), (0, -1, MAX_DRAFT_TOKENS + 1, None, *NO_COUNT)),
     "prompt_lookup_max": ((2, MAX_LOOKUP), (0, -1, MAX_LOOKUP + 1, None, *NO_COUNT)),
     "prompt_lookup_min": ((1, 4), (0, -1, 5, None, *NO_COUNT)),        # the most is 4
@@ -162,6 +162,7 @@ PART_OPTIONS = {
     "at_end": ((None, print), (5, "hook")),
     "kv_events": ((None, print), (5, "hook")),
     "block_store": ((None,), (5, "folder", object())),
+    "drafter": ((None,), (5, "ngram", object(), print)),
     "logits_post_processor_batched": ((None, print), (5, "batched")),
     "stages": ((None, [], (), lambda num_slots, device: []), (5, "stages", {}, object())),
 }

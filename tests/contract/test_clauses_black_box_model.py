@@ -83,7 +83,7 @@ def test_every_name_order_and_default_of_the_constructor_and_its_options():
     assert {name: getattr(TrtGptModelOptionalParams(), name) for name in documented} == documented
     assert list(inspect.signature(InferenceRequest).parameters) == [
         "request_id", "tensors", "is_streaming", "logits_post_processor", "priority", "deadline_s", "cache_salt",
-        "kv_cache_retention_config", "arrival_time", "request_type"]
+        "kv_cache_retention_config", "arrival_time", "request_type", "speculation"]
     assert str(inspect.signature(GptManager.shutdown)).startswith("(self, drain: bool = True, timeout: float | None = ")
 
 

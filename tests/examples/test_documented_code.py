@@ -1,5 +1,6 @@
 """Every Python block of the README and of docs/ runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,10 @@ torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
 import batch_manager  # noqa: E402
-from batch_manager import InferenceRequest, SchedulerPolicy, TrtGptModelType  # noqa: E402
+from batch_manager import InferenceRequest, SchedulerPolicy, SpeculativeConfig, TrtGptModelType  # noqa: E402
 from batch_manager.testing import ScriptedBackend  # noqa: E402
+from tests.harness.client import Client  # noqa: E402
+from tests.harness.world import make_loop  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples" / "models" / "austen-4m"
@@ -29,6 +32,7 @@ RUN_BY = {
         "tests/integration/test_prompt_cache_on_disk.py runs engines with it",
     "from batch_manager import KvCacheConfig, KvTransferConfig, TrtGptModelOptionalParams":
         "tests/integration/test_contexts_from_another_engine.py runs engines with these options",
+    "class Echo:": "here",
     "import asyncio": "here",
     "from batch_manager.extras.async_llm import AsyncLLM": "here",
     "from batch_manager.extras.text import TextStream, chat_prompt": "here",
@@ -57,6 +61,17 @@ def test_every_request_of_a_page_ends_at_end_ids():
     for page in [*PAGES, *(REPOSITORY / "examples").rglob("*.md"), *(REPOSITORY / "batch_manager").rglob("*.md")]:
         for fenced in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
             assert fenced.count('"request_output_len":') == fenced.count('"end_id":'), f"{page}:\n{fenced}"
+
+
+def test_the_drafter_of_the_page_drafts():
+    names = {}
+    exec(block("class Echo:"), names)
+    client = Client()
+    client.pending = [InferenceRequest(1, {"input_ids": [1, 2, 3], "request_output_len": 9})]
+    loop = make_loop(client, parts={"drafter": names["Echo"]()}, speculative_config=SpeculativeConfig("custom"))
+    for _ in range(12):
+        loop.step(accept_new=True)
+    assert client.final(1).error == "" and json.loads(client.stats[-1])["Draft Tokens"] > 2
 
 
 def test_pages_agree_on_the_five_lines():

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from batch_manager import KvCacheConfig, SchedulerPolicy, SpeculativeConfig, TrtGptModelType
 from tests.harness.client import StaggeredClient
 from tests.integration.families import families_and_engines
 
@@ -73,6 +73,18 @@ def test_batches_of_any_size(make_manager, new_client, new_request, llama_refere
     run(make_manager, new_client, new_request, llama_reference, prompts, lambda i: 3 + i % 9, max_batch_size=batch,
         model_type=model_type,
         kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=32 * 128))
+
+
+@families_and_engines(("chunked", "tokens_per_block"), [(False, 16), (True, 8)], each=1)
+def test_drafts_from_prompts_that_repeat_a_phrase(make_manager, new_client, new_request, reference, chunked,
+                                                  tokens_per_block):
+    phrase = prompts_of(reference.vocab_size, [7], seed=4)[0]
+    prompts = {i: 3 * phrase + phrase[:i] for i in range(1, 5)}
+    records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 14 + i,
+                  enable_chunked_context=chunked, max_num_tokens=24 if chunked else 512,
+                  speculative_config=SpeculativeConfig(num_speculative_tokens=5),
+                  kv_cache_config=KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=320))
+    assert records[-1]["Draft Tokens"] > records[-1]["Draft Steps"] > 0
 
 
 @pytest.mark.parametrize("model_type", [FUSED, V1])

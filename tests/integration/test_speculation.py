@@ -2,16 +2,21 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from batch_manager import ConfigError, KvCacheConfig, SchedulerPolicy, SpeculativeConfig, TrtGptModelType
 from batch_manager.handover import SlotSetup
-from batch_manager.loop.drafting import Ngrams, is_verified
+from batch_manager.loop.drafting import is_verified
+from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
+from tests.deterministic.differential import make_checkpoint
 from tests.harness.client import StaggeredClient
+from tests.harness.drafters import KnowingDrafter
 
 SHIPPED, VOCAB = Path(__file__).parents[2] / "examples" / "models" / "austen-4m", 1000
 DRAWN = random.Random(4)
@@ -50,26 +55,17 @@ def serve(make_manager, new_request, speculative_config=None, **engine):
     return found, json.loads(client.stats[-1])
 
 
-def knowing(expected, right, draw):
-    """Return a drafter that knows the texts: each of its drafts is right with probability `right`."""
-
-    def propose(self, tokens, most):
-        i = next(i for i, prompt in PROMPTS.items() if list(tokens[:len(prompt)]) == prompt and list(
-            tokens) == (prompt + expected[i][0])[:len(tokens)])
-        text = PROMPTS[i] + expected[i][0] + [0] * most
-        return [token if draw.random() < right else (token + 1) % VOCAB for token in text[len(tokens):][:most]]
-
-    return propose
-
-
 @pytest.mark.parametrize("name", ENGINES)
-def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, monkeypatch, name):
+def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, name):
     expected, record = serve(make_manager, new_request, **ENGINES[name])
     assert "Draft Tokens" not in record
     for right in (None, 1.0, 0.6, 0.0) if name == "compiled" else (None, 0.7):
+        options, config = ENGINES[name], SpeculativeConfig(num_speculative_tokens=5)
         if right is not None:
-            monkeypatch.setattr(Ngrams, "propose", knowing(expected, right, random.Random(2)))
-        found, record = serve(make_manager, new_request, SpeculativeConfig(num_speculative_tokens=5), **ENGINES[name])
+            texts = {i: tokens for i, (tokens, _) in expected.items()}
+            drafter = KnowingDrafter(texts, VOCAB, right, odd=0.2 if right == 0.6 else 0)
+            options, config = options | {"parts": {"drafter": drafter}}, replace(config, method="custom")
+        found, record = serve(make_manager, new_request, config, **options)
         for i, (tokens, log_probs) in expected.items():
             assert found[i][0] == tokens, (i, right)
             if name == "deterministic":
@@ -82,6 +78,32 @@ def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, monke
             assert accepted == 0 if right == 0 else accepted > 0.9 * drafts if right == 1 else 0 < accepted < drafts
 
 
+@pytest.mark.parametrize("cpu_compile", [None, False])
+def test_nan_of_a_rejected_draft_reaches_no_later_token(make_manager, new_client, new_request, tmp_path, cpu_compile):
+    """The embedding of one token is NaN. It follows a wrong draft, and later steps would read what it left."""
+    folder = make_checkpoint("llama", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    poison, prompt, found = 7, [3, 4, 5], []
+    weights["model.embed_tokens.weight"][poison] = np.nan
+    save_file(weights, folder / "model.safetensors")
+
+    class Poisoner:
+        def propose(self, requests, max_lengths):
+            return [[(found[0][len(request.tokens[0]) - len(prompt)] + 1) % 211, poison, poison][:most]
+                    for request, most in zip(requests, max_lengths)]
+
+    for drafting in ({}, {"speculative_config": SpeculativeConfig("custom", 3), "parts": {"drafter": Poisoner()}}):
+        client = new_client()
+        client.pending = [new_request(1, prompt, 20)]
+        manager = make_manager(client, model_path=folder, cpu_compile=cpu_compile, num_threads=1, dtype="float32",
+                               kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=64), **drafting)
+        client.wait_for_finals(1)
+        assert manager.shutdown() and client.final(1).error == ""
+        found.append(client.final(1).tokens()[len(prompt):])
+    assert found[0] == found[1] and poison not in found[0]
+    assert json.loads(client.stats[-1])["Draft Tokens"] > 3
+
+
 def test_ngrams_propose_what_followed_the_newest_longest_match():
     """Compared with a search from the end."""
     draw = random.Random(1)
@@ -89,13 +111,14 @@ def test_ngrams_propose_what_followed_the_newest_longest_match():
         tokens, ngrams = [draw.randrange(3)], Ngrams(2, 4)
         for _ in range(40):
             tokens += [draw.randrange(3) for _ in range(draw.randint(1, 3))]
+            ngrams.read(tokens, len(tokens))
             expected = next(((tokens[end:] * 5)[:5] for n in (4, 3, 2) for end in range(len(tokens) - 1, n - 1, -1)
                              if n < len(tokens) and tokens[end - n:end] == tokens[-n:]), ())
             assert list(ngrams.propose(tokens, 5)) == list(expected)
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected 'ngram'"),
+    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected one of 'ngram', 'custom'"),
     ({"num_speculative_tokens": 0}, "SpeculativeConfig.num_speculative_tokens is 0"),
     ({"num_speculative_tokens": 65}, "SpeculativeConfig.num_speculative_tokens is 65"),
     ({"prompt_lookup_max": 17}, "SpeculativeConfig.prompt_lookup_max is 17"),
@@ -108,6 +131,9 @@ def test_wrong_options_are_refused(options, says):
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"speculative_config": {"method": "ngram"}}, "speculative_config is of type dict"),
+    ({"speculative_config": SpeculativeConfig("custom")}, "SpeculativeConfig.method is 'custom' with no Parts.drafter"),
+    ({"parts": {"drafter": KnowingDrafter({}, 9)}}, "SpeculativeConfig.method is 'ngram' with Parts.drafter"),
+    ({"parts": {"drafter": KnowingDrafter({}, 9)}, "speculative_config": None}, "Parts.drafter is set without spec"),
     ({"model_type": TrtGptModelType.V1}, "speculative_config is set with TrtGptModelType.V1"),
     ({"run_ahead": True}, "run_ahead is True; speculative_config drafts"),
     ({"max_num_tokens": 8, "speculative_config": SpeculativeConfig(num_speculative_tokens=8)},

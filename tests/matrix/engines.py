@@ -27,6 +27,7 @@ from batch_manager.requests.adapter_content import read_adapter
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.harness.adapters import random_content, tensors_of
 from tests.harness.client import ArrivingClient
+from tests.harness.drafters import KnowingDrafter
 from tests.harness.store_threads import HeldThreads
 from tests.harness.world import engine_arguments, make_loop
 
@@ -53,9 +54,11 @@ class Run:
     ahead      numbers of the iterations after which a step was in flight
     loaded     ids of the requests that waited for blocks from a disk, and got some
     outcomes   request id -> its outcome, see `outcome_of`
+    drafter    of a world with drafts
     """
 
     world: World
+    drafter: KnowingDrafter | None = None
     trace: list[Any] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     ahead: set[int] = field(default_factory=set)
@@ -147,6 +150,9 @@ class Engines:
         if world.most_tokens is not None:
             options["max_num_tokens"] = world.most_tokens
         parts: dict[str, Any] = {"trace": run.trace.append}
+        if "S" in world.letters:
+            run.drafter = parts["drafter"] = KnowingDrafter(
+                world.texts, world.vocab, world.right, world.seed, odd=0.1, iteration=lambda: client.iteration)
         kv = {"tokens_per_block": world.block, **world.kv}
         if disk is not None:
             kv |= {"disk_cache_path": disk, "disk_cache_size": MOST_BYTES_ON_DISK}
@@ -158,7 +164,8 @@ class Engines:
                 vocab_size=world.vocab, max_seq_len=MAX_SEQ_LEN, num_blocks=world.num_blocks, num_slots=16,
                 tokens_per_block=world.block, window=kv.get("max_attention_window"), host_blocks=world.host_blocks,
                 sink=kv.get("sink_token_length", 0), is_asynchronous="A" in world.letters,
-                on_step=FailingRow(failing).on_step, key=world.seed, adapter_pages=world.adapter_pages)
+                on_step=FailingRow(failing).on_step, key=world.seed, adapter_pages=world.adapter_pages,
+                verify="S" in world.letters)
             kv["tokens_per_block"] = 8
             return prepared(make_loop(client, backend=backend, parts=parts, exclude_input=True, as_arrays=True,
                                       kv_cache_config=KvCacheConfig(**kv), **options), world, run)
@@ -484,20 +491,17 @@ def judge(engines: Engines, letters: str, seed: int, model: str, *, exact: bool 
     pair = letters if len(letters) > 1 else 2 * letters
     mark, says = MARKS.get(pair, "="), REASONS[pair].says if pair in REASONS else ""
     world = World(letters, seed, model, exact=exact)
+    has_all = {ask.id for ask in world.asks if len(ask.has) == len(letters)}
+    both, near_ties = has_all if mark == "r" else set(), 0
     with warnings_of_the_engine() as told:
         try:
-            run = engines.together(world)
+            run, wrong = compared(engines, world, both)
         except ConfigError as error:
             if mark == "r" and contains(str(error), says):
                 return Verdict(met=1)
             return Verdict(f"{letters} {seed} {model}: the engine was refused: {error}")
-        both = {ask.id for ask in world.asks if len(ask.has) == len(letters)} if mark == "r" else set()
-        wrong = differences(world, run, engines.alone(world, without=both), both)
-        near_ties = 0
         if len(wrong) == 1 and not world.is_exact:    # rounding, or a fault? With `deterministic`, nothing is rounded
-            exact = World(letters, seed, model, exact=True)
-            wrong = differences(exact, engines.together(exact), engines.alone(exact, without=both), both)
-            near_ties = 1
+            wrong, near_ties = compared(engines, World(letters, seed, model, exact=True), both)[1], 1
     met = [FEATURES[letter].proof(run) for letter in letters]
     if mark == "r":
         refused = {request_id for request_id in both if contains(run.outcomes[request_id]["error"], says)}
@@ -506,7 +510,7 @@ def judge(engines: Engines, letters: str, seed: int, model: str, *, exact: bool 
         met = [refused]
     if mark == "-":
         off = letters.index(REASONS[pair].off)
-        if met.pop(off):
+        if met.pop(off) & (has_all if REASONS[pair].of_request else {ask.id for ask in world.asks}):
             wrong.append(f"{FEATURES[letters[off]].name} is not off")
         if says and not any(contains(warning, says) for warning in told):
             wrong.append(f"no warning says {says!r}; the warnings are {told}")
@@ -514,6 +518,16 @@ def judge(engines: Engines, letters: str, seed: int, model: str, *, exact: bool 
             wrong.append(f"the statistics have {REASONS[pair].missing!r}")
     return Verdict(f"{letters} {seed} {model}: {'; '.join(wrong)}" if wrong else "", len(set.intersection(*met)),
                    len(world.asks), near_ties)
+
+
+def compared(engines: Engines, world: World, left_out: set[int]) -> tuple[Run, list[str]]:
+    """Run a world together and alone. Returns the run, and the differences of the requests that are not left out."""
+    alone = None
+    if world.right:                                    # the drafter knows the texts
+        alone = engines.alone(world, without=left_out)
+        world.texts.update({ask: outcome["tokens"][0] for ask, outcome in alone.outcomes.items()})
+    run = engines.together(world)
+    return run, differences(world, run, alone or engines.alone(world, without=left_out), left_out)
 
 
 def differences(world: World, run: Run, alone: Run, left_out: set[int]) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from batch_manager import ContextChunkingPolicy, FinishReason, SchedulerPolicy, TrtGptModelType
+from batch_manager import ContextChunkingPolicy, FinishReason, SchedulerPolicy, SpeculativeConfig, TrtGptModelType
 
 if TYPE_CHECKING:
     from .engines import Run
@@ -346,6 +346,30 @@ class DiskCache(Feature):
         patch.setattr(DirectoryStore, "load", lambda self, blocks, buffers: load(self, blocks, buffers[::-1]))
 
 
+class Speculation(Feature):
+    """Drafts of a drafter that knows the texts of the requests alone, and is right as often as the world wants."""
+
+    letter, name, page = "S", "drafts", "batching.md#speculation"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["speculative_config"] = SpeculativeConfig("custom", draw.choice([2, 3, 7]))
+        world.right = draw.choice([0.7, 0.95])
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.count, ask.is_long = max(ask.count, 12), draw.random() < 0.7
+        if "P" in ask.has:                   # drafts make outputs so fast that few would be paused
+            ask.count, ask.is_long = 2 * ask.count, True
+
+    def proof(self, run: "Run") -> set[int]:
+        return run.drafter.accepted & {ask.id for ask in run.world.asks if ask.options.get("speculation", True)}
+
+    def plant(self, patch: Any) -> None:
+        """Rejected drafts keep their places in the cache."""
+        from batch_manager.loop import advance
+
+        patch.setattr(advance, "_reject_drafts", lambda *given: None)
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
-    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache())}
+    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation())}

@@ -12,22 +12,23 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALVTYK"
+ORDER = "CRPWNBGALVTYKS"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V  T  Y  K
-  C   =  =  =  =  =  =  =  =  =  r  =  =  =
-  R      =  =  =  -  =  =  =  =  -  =  =  =
-  P         =  =  =  =  =  =  =  -  =  =  =
-  W            =  =  =  =  =  =  =  =  =  =
-  N               =  =  =  =  =  =  =  =  -
-  B                  =  r  =  =  =  =  =  =
-  G                     =  =  =  =  =  =  =
-  A                        =  =  r  =  r  =
-  L                           =  r  =  =  =
-  V                              =  r  r  -
-  T                                 =  =  r
-  Y                                    =  r
-  K                                      =
+      C  R  P  W  N  B  G  A  L  V  T  Y  K  S
+  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =  =  =
+  P         =  =  =  =  =  =  =  -  =  =  =  =
+  W            =  =  =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =  -  =
+  B                  =  r  =  =  =  =  =  =  -
+  G                     =  =  =  =  =  =  =  -
+  A                        =  =  r  =  r  =  r
+  L                           =  r  =  =  =  =
+  V                              =  r  r  -  r
+  T                                 =  =  r  r
+  Y                                    =  r  r
+  K                                      =  =
+  S                                           =
 """
 
 
@@ -38,12 +39,14 @@ class Reason:
     off       for `-`: the letter of the feature that is off
     says      for `r`, and for `-` with a warning: the text that a user sees; `...` stands for any text
     missing   for `-` without a warning: the key that the statistics then lack
+    of_request   for `-`: the feature is off in requests with both alone, and only the documentation says so
     """
 
     text: str
     off: str = ""
     says: str = ""
     missing: str = ""
+    of_request: bool = False
 
 
 REASONS: dict[str, Reason] = {
@@ -84,6 +87,17 @@ REASONS: dict[str, Reason] = {
     **dict.fromkeys(("TK", "YK"), Reason("no rank has whole blocks", says=(
         "disk_cache_path is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
         "disk_cache_path out"))),
+    "BS": Reason("requests with beams get no drafts", off="S", of_request=True),
+    "GS": Reason("requests with a grammar get no drafts", off="S", of_request=True),
+    "AS": Reason("drafts follow the newest token", says=(
+        "run_ahead is True; speculative_config drafts from the newest tokens; leave run_ahead out, or leave "
+        "speculative_config out")),
+    "VS": Reason("a static batch yields one token of each request in a step", says=(
+        "speculative_config is set with TrtGptModelType.V1; a step of a static batch yields one token of each request; "
+        "leave it out, or use InflightFusedBatching")),
+    **dict.fromkeys(("TS", "YS"), Reason("ranks verify no drafts yet", says=(
+        "speculative_config is set, and parallel_config has 2 ranks; several ranks verify no draft tokens yet; leave "
+        "speculative_config out"))),
 }
 
 
@@ -156,7 +170,8 @@ def page() -> str:
             "`=`", "equal to alone",
             "Every request gets the tokens, log-probabilities, logits and finish reasons that it gets alone, bit by "
             "bit or within rounding. Both features take effect in one request."), (
-            "`-`", "one of the two is off", "The same, and a warning or the statistics say which one is off."), (
+            "`-`", "one of the two is off", "The same, and a warning or the statistics say which one is off. "
+            "If it is off in requests with both alone, the documentation says so."), (
             "`r`", "refused",
             "The text names what is wrong and a way out. The other requests get what they get alone.")),
         table=table(("", *ORDER), *cells),

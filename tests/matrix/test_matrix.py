@@ -17,7 +17,8 @@ MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
 MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
-            ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False)]
+            ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False), ("CRPWLS", SCRIPTED, True),
+            ("CRPLS", "llama", True), ("PNLS", "gemma3", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",
@@ -101,7 +102,7 @@ def test_every_other_mark_has_its_reason():
     for pair, reason in REASONS.items():
         mark = MARKS[pair]
         assert (reason.off != "") == (mark == "-") and reason.off in pair
-        assert (reason.says != "") == (mark == "r" or mark == "-" and not reason.missing)
+        assert (reason.says != "") == (mark == "r" or mark == "-" and not (reason.missing or reason.of_request))
 
 
 def test_worlds_draw_every_option_often():

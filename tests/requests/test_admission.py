@@ -271,6 +271,7 @@ def test_options_that_are_no_tensors_are_checked_too(option, wrong, refusal):
     ("deadline_s", "soon", "deadline_s is of type str; it must be a number of seconds, or None"),
     ("arrival_time", 5e9, "arrival_time is 5000000000.0; it must be a number in "),
     ("arrival_time", [1, 2], "arrival_time is of type list; it must be a time in seconds of time.monotonic(), or None"),
+    ("speculation", None, "speculation is of type NoneType"), ("speculation", "no", "speculation is of type str"),
     ("cache_salt", 3, "cache_salt is of type int; it must be a str, bytes or None"),
     ("cache_salt", "x" * 1025, "cache_salt has 1,025 characters; it must have at most 1,024; pass a digest"),
     ("cache_salt", b"x" * 1025, "cache_salt has 1,025 bytes; ")])

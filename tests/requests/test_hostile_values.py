@@ -106,8 +106,8 @@ def test_a_request_whose_attributes_raise_is_refused(error, admission_with):
     def raise_it(self):
         raise error("hostile")
 
-    for attribute in ("input_tensors", "is_streaming", "priority", "deadline_s", "cache_salt", "logits_post_processor",
-                      "request_id", "__class__"):
+    for attribute in ("input_tensors", "is_streaming", "priority", "deadline_s", "cache_salt", "speculation",
+                      "logits_post_processor", "request_id", "__class__"):
         item = object.__new__(hostile_type(InferenceRequest, **{attribute: property(raise_it)}))
         for name, value in (("_request_id", 7), ("_tensors", {"input_ids": [1], "request_output_len": 1})):
             object.__setattr__(item, name, value)

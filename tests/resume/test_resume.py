@@ -30,15 +30,15 @@ def test_what_counts_what_is_left_is_changed_and_the_rest_is_kept():
         2**64 - 1, {"input_ids": torch.tensor([[5, 6, 7]]), "request_output_len": np.int32(10), "min_length": [[4]],
                     "prompt_ignore_length": 99, "input_token_extra_ids": [1, 2, 3], "input_lengths": 3,
                     "temperature": 0.5, "stop_words_list": [[8, 9]]},
-        is_streaming=True, priority=0.7, deadline_s=3.0, cache_salt="salt", logits_post_processor=processor,
-        kv_cache_retention_config=retention)
+        is_streaming=True, priority=0.7, deadline_s=3.0, cache_salt="salt", speculation=False,
+        logits_post_processor=processor, kv_cache_retention_config=retention)
     before = request.input_tensors
     resumed = resume(request, np.array([8, 2], np.int32))
     assert resumed.input_tensors == {
         "input_ids": [5, 6, 7, 8, 2], "request_output_len": 8, "min_length": 2, "prompt_ignore_length": 3,
         "input_token_extra_ids": [1, 2, 3, 0, 0], "temperature": 0.5, "stop_words_list": [[8, 9]]}
     assert resumed.request_id == request.request_id and resumed.is_streaming and resumed.priority == 0.7
-    assert (resumed.deadline_s, resumed.cache_salt) == (3.0, "salt")
+    assert (resumed.deadline_s, resumed.cache_salt, resumed.speculation) == (3.0, "salt", False)
     assert resumed.logits_post_processor is processor and resumed.kv_cache_retention_config is retention
     assert request.input_tensors == before
     twice = resume(resumed, [1, 1, 1])

@@ -4,6 +4,7 @@ The forward of the layers is here, and not in forwards.py: it is on the path of 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,10 +33,10 @@ from ....decoding.slots import (
 from ....handover import RowFailure, ScheduledBatch, StepOutput
 from ....models.registry import Model
 from ...adapters.port import LoraPort
-from ...device.running import Readback, on_stream
+from ...device.running import Readback, on_device, on_stream
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
-from ..form import CONTEXTS, DRAFTS, EMBEDDINGS, PADDING
+from ..form import CONTEXTS, DRAFTS, EMBEDDINGS, PADDING, traits_of
 from .forwards import Forward, Head
 
 # What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
@@ -133,7 +134,7 @@ class CallsForm:
         readback = self._parts.readbacks.start(tensors)
         if sampled is not None:
             self._decoder.keep(sampled)
-        return PendingCalls(batch, self._parts, sampled, readback, returned, written)
+        return PendingCalls(batch, self._parts, sampled, readback, returned, written, self)
 
     def _run(self, call: ModelCall, input_tokens: np.ndarray | None, tensors: dict[str, torch.Tensor],
              returned: dict[int, np.ndarray]) -> tuple[torch.Tensor, SamplingRows]:
@@ -218,15 +219,18 @@ class PendingCalls:
     returned   slot -> context logits [chunk tokens, vocab] float32 on the host
     written    with drafts: where the inputs of the sampled rows are in the KV cache pool, as PackedStep.pool_slots, for
                each call
+    form       runs the step again without its drafts, if they spoilt it
     """
 
     def __init__(self, batch: ScheduledBatch, parts: DeviceParts, sampled: SampledStep | None, readback: Readback,
-                 returned: dict[int, np.ndarray], written: Sequence[np.ndarray]) -> None:
-        self._batch, self._parts, self._written = batch, parts, written
+                 returned: dict[int, np.ndarray], written: Sequence[np.ndarray], form: CallsForm) -> None:
+        self._batch, self._parts, self._written, self._form = batch, parts, written, form
         self._sampled, self._readback, self._returned = sampled, readback, returned
 
     def finish(self) -> StepOutput:
         arrays = self._readback.wait()
+        if self._written and (again := self._without_spoilt_drafts(arrays)) is not None:
+            return again.finish()
         failures: dict[int, RowFailure] = {}
         if self._batch.context and not arrays["context_finite"].all():
             failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
@@ -242,15 +246,38 @@ class PendingCalls:
 
         NaN that a rejected draft left in the KV cache is cleared: attention multiplies what it masks by 0.
         """
-        generation = self._batch.generation
-        if generation.num_drafts is None or generation.draft_tokens is None:
+        draft_tokens = self._batch.generation.draft_tokens
+        if not self._written or draft_tokens is None:
             return ()
-        contexts = sum(work.is_last_chunk for work in self._batch.context)
-        counts = np.concatenate([np.zeros(contexts, np.int32), generation.num_drafts])
-        is_new, num_new = accepted(arrays, counts, generation.draft_tokens)
+        is_new, num_new = accepted(arrays, self._num_drafts(), draft_tokens)
         if not arrays["finite"].all():
-            wrong = np.concatenate(self._written)[~(is_new | (arrays["finite"] != 0))]
-            blocks, offsets = np.divmod(wrong, self._parts.tokens_per_block)
-            with on_stream(self._parts.stream), torch.inference_mode():
-                self._parts.pool[blocks, :, :, :, offsets] = 0
+            self._clear(~(is_new | (arrays["finite"] != 0)))
         return is_new, num_new
+
+    def _without_spoilt_drafts(self, arrays: Mapping[str, np.ndarray]) -> "PendingCalls | None":
+        """Start the step again without drafts if the row before the drafts of a sequence is not finite; else None.
+
+        The drafts can be why: attention multiplies the values of the rows after a row by 0, and 0 * NaN is NaN.
+        """
+        counts = self._num_drafts()
+        first_rows = np.cumsum(1 + counts) - (1 + counts)
+        if arrays["finite"][first_rows[counts > 0]].all():
+            return None
+        is_draft = np.ones(len(arrays["finite"]), bool)
+        is_draft[first_rows] = False
+        self._clear(is_draft)
+        generation = replace(self._batch.generation, num_drafts=None, draft_tokens=None)
+        batch = replace(self._batch, generation=generation)
+        with on_device(self._parts.device, self._parts.stream), torch.inference_mode():
+            return self._form.start(batch, traits_of(batch, self._parts.slots))
+
+    def _num_drafts(self) -> np.ndarray:
+        """Return the number of drafts of each sequence with a token."""
+        contexts = sum(work.is_last_chunk for work in self._batch.context)
+        return np.concatenate([np.zeros(contexts, np.int32), self._batch.generation.num_drafts])
+
+    def _clear(self, rows: np.ndarray) -> None:
+        """Clear the KV cache entries of the inputs of these sampled rows, [r] bool."""
+        blocks, offsets = np.divmod(np.concatenate(self._written)[rows], self._parts.tokens_per_block)
+        with on_stream(self._parts.stream), torch.inference_mode():
+            self._parts.pool[blocks, :, :, :, offsets] = 0
