@@ -4,7 +4,8 @@ The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_
 chooses the value.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os import PathLike, fspath
@@ -30,6 +31,7 @@ MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the p
 MAX_RANKS = 1024              # of each kind of parallelism
 MAX_DRAFT_TOKENS = 64         # of a sequence in one step
 DRAFT_METHODS = ("ngram", "custom")
+_LIKE_THIS = """for example {"method": "ngram", "num_speculative_tokens": 7}"""
 MAX_LOOKUP = 16               # tokens of an n-gram
 
 
@@ -285,6 +287,26 @@ class SpeculativeConfig:
         put_count(self, "prompt_lookup_max", maximum=MAX_LOOKUP, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_min", maximum=self.prompt_lookup_max, owner="SpeculativeConfig.")
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | str) -> "SpeculativeConfig":
+        """Return the config of a mapping with vLLM's keys, or of its JSON, with a `method`. Raises ConfigError."""
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"speculative_config is {given!r}"[:200], f"it is no JSON: {error}",
+                                  _LIKE_THIS) from error
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config is {given!r}"[:200], "expected an object", _LIKE_THIS)
+        known = list(cls.__dataclass_fields__)
+        if unknown := [str(name)[:64] for name in given if name not in known]:
+            raise ConfigError(f"speculative_config has {unknown[0]!r}", f"its keys are {', '.join(known)}",
+                              "leave it out: draft models and heads of other engines are not supported")
+        if "method" not in given:
+            raise ConfigError("speculative_config has no method",
+                              f"expected one of {', '.join(map(repr, DRAFT_METHODS))}", _LIKE_THIS)
+        return cls(**given)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
@@ -414,10 +436,10 @@ class TrtGptModelOptionalParams:
                                 process runs it alone
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
-    speculative_config          a SpeculativeConfig: the engine drafts tokens for requests whose tokens their logits and
-                                the seed alone decide, except with InferenceRequest(speculation=False); run_ahead is
-                                then off. None: no drafts. Refused with
-                                TrtGptModelType.V1, Parts.stages and several ranks
+    speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
+                                whose tokens their logits and the seed alone decide, except with
+                                InferenceRequest(speculation=False); run_ahead is then off. None: no drafts. Refused
+                                with TrtGptModelType.V1, Parts.stages and several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
                                 enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks
@@ -471,9 +493,12 @@ class TrtGptModelOptionalParams:
         if self.peft_cache_config is not None and not isinstance(self.peft_cache_config, PeftCacheConfig):
             raise ConfigError(f"peft_cache_config is of type {type(self.peft_cache_config).__name__}",
                               "expected a PeftCacheConfig, or None", "pass PeftCacheConfig()")
-        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+        if isinstance(self.speculative_config, Mapping):
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        elif self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             raise ConfigError(f"speculative_config is of type {type(self.speculative_config).__name__}",
-                              "expected a SpeculativeConfig, or None", "pass SpeculativeConfig()")
+                              "expected a SpeculativeConfig, a mapping with vLLM's keys, or None",
+                              "pass SpeculativeConfig()")
         if self.kv_transfer_config is not None:
             if not isinstance(self.kv_transfer_config, KvTransferConfig):
                 raise ConfigError(f"kv_transfer_config is of type {type(self.kv_transfer_config).__name__}",

@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
+from ..config import MAX_DRAFT_TOKENS
 from ..errors import ConfigError, type_name
 from ..names import ErrorCode
 from ..responses.perf_metrics import PerfMetrics
-from ..stats.statistics_table import START, STATISTICS, Statistic
+from ..stats.statistics_table import ACCEPTED_AT, START, STATISTICS, Statistic
 
 # The families of TensorRT-LLM's Triton backend: family -> (label, {value of the label: key of the statistics})
 NV_TRT_LLM: dict[str, tuple[str, dict[str, str]]] = {
@@ -37,6 +38,7 @@ SUMMED = ("Generated Tokens", "Paused Requests", "New Requests", "Refused Reques
           "Iteration Latency Microseconds")
 FINALS = {"Finals End ID": "stop", "Finals Stop Words": "stop", "Finals Length": "length",
           "Finals Timed Out": "timeout", "Finals Cancelled": "abort"}
+PLACES = [f"{ACCEPTED_AT}{place}" for place in range(1, MAX_DRAFT_TOKENS + 1)]
 ERRORS = "Errors "                        # prefix of the keys that count errors; the error code follows
 MICROSECONDS = 1e-6
 
@@ -169,6 +171,17 @@ def _errors(statistics: LatestStatistics) -> dict[str, float]:
     return {key.removeprefix(ERRORS): count for key, count in statistics.record.items() if key.startswith(ERRORS)}
 
 
+def _accepted_at(statistics: LatestStatistics) -> dict[str, float]:
+    record = statistics.record
+    return {str(place): record[key] for place, key in enumerate(PLACES) if key in record}
+
+
+def _per(key: str, statistics: LatestStatistics, first: float) -> dict[str, float]:
+    """Return `first` plus the accepted drafts for each `key`; nothing before the first draft."""
+    count = statistics.record.get(key, 0)
+    return {"": first + statistics.record["Accepted Draft Tokens"] / count} if count else {}
+
+
 NAMED: tuple[Family, ...] = (
     *(_nv_trt_llm(name, label, keys) for name, (label, keys) in NV_TRT_LLM.items()),
     _from_record("Scheduled Requests", "Requests in the last step",
@@ -201,6 +214,12 @@ NAMED: tuple[Family, ...] = (
     _if_present("Draft Tokens", "Tokens that the engine drafted", "vllm:spec_decode_num_draft_tokens", is_counter=True),
     _if_present("Accepted Draft Tokens", "Drafts that the model generated", "vllm:spec_decode_num_accepted_tokens",
                 is_counter=True),
+    Family(("vllm:spec_decode_num_accepted_tokens_per_pos",), "Accepted drafts by their place in a step, from 0",
+           "position", _accepted_at, True, frozenset(PLACES)),
+    Family(("sglang:spec_accept_length",), "Mean number of tokens of a sequence in a step with drafts", "",
+           lambda statistics: _per("Draft Steps", statistics, 1.0)),
+    Family(("sglang:spec_accept_rate",), "Share of the drafts that were accepted", "",
+           lambda statistics: _per("Draft Tokens", statistics, 0.0)),
     Family(("batch_manager_errors",), "Final responses with an error", "code", _errors, True,
            frozenset([f"{ERRORS}{code.value}" for code in ErrorCode])),
     _summed("Generated Tokens", "vllm:generation_tokens", "sglang:generation_tokens"),

@@ -81,7 +81,8 @@ class Drafting:
         self._in_propose = guard.containing("propose", kind="method of the drafter")
         self._in_release = guard.containing("release", kind="method of the drafter")
         self._of: dict[LlmRequest, _Draft] = {}
-        self._num_steps = self._num_drafts = self._num_accepted = 0
+        self._num_steps = self._num_drafts = self._num_now = 0
+        self._accepted_at = [0] * self._most
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
         return ()
@@ -99,8 +100,12 @@ class Drafting:
                     self._forget(request)
 
     def figures(self) -> Mapping[str, int | str]:
+        seconds, self._in_propose.seconds = self._in_propose.seconds, 0.0
+        num_now, self._num_now = self._num_now, 0
         return {"Draft Steps": self._num_steps, "Draft Tokens": self._num_drafts,
-                "Accepted Draft Tokens": self._num_accepted}
+                "Accepted Draft Tokens": sum(self._accepted_at), "Requests With Draft Tokens": num_now,
+                "Draft Time Microseconds": round(seconds * 1e6),
+                **{f"Accepted Draft Tokens At {place}": count for place, count in enumerate(self._accepted_at, 1)}}
 
     def fit(self, plan: SchedulerOutput) -> None:
         """Propose drafts for requests of the plan. The plan is right, and its pauses are done."""
@@ -161,14 +166,16 @@ class Drafting:
             draft = self._of[request]
             draft.before, draft.count = request.num_tokens, len(tokens)
             self._num_drafts += len(tokens)
-        self._num_steps += len(proposed)
+        self._num_now = len(proposed)
+        self._num_steps += self._num_now
 
     def _count(self, draft: _Draft, num_tokens: int) -> None:
         """Count what the last step with drafts of a request accepted, and choose how many drafts it gets next."""
         if not draft.count:
             return
         accepted = min(max(num_tokens - draft.before - 1, 0), draft.count)
-        self._num_accepted += accepted
+        for place in range(accepted):
+            self._accepted_at[place] += 1
         draft.most = min(2 * draft.most, self._most) if accepted == draft.count else accepted + 1
         draft.misses = 0 if accepted else draft.misses + 1
         if draft.misses == MOST_MISSES:

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..config import MAX_DRAFT_TOKENS
 from ..names import ErrorCode
 
+ACCEPTED_AT = "Accepted Draft Tokens At "    # prefix of the keys that count by place; the place, from 1, follows
 ITERATION, NOW, START = "of this iteration", "now", "since the start"
 
 
@@ -108,6 +110,10 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Draft Steps", "sequences", START, "in steps with drafts of this sequence"),
         ("Draft Tokens", "tokens", START, "proposed by the engine"),
         ("Accepted Draft Tokens", "tokens", START, "of those, the ones that the model generated"),
+        ("Requests With Draft Tokens", "requests", ITERATION, "that had drafts in its step"),
+        ("Draft Time Microseconds", "microseconds", ITERATION, "inside the drafter"),
+        *((f"{ACCEPTED_AT}{place}", "tokens", START, f"accepted drafts at place {place} of a step")
+          for place in range(1, MAX_DRAFT_TOKENS + 1)),
         ("KV Events", "events", START, "of the prefix cache"),
         ("Dropped KV Events", "events", START, "of those, the ones lost before take_kv_events"),
         # With a store of blocks; the last three with disk_cache_path:
@@ -141,5 +147,5 @@ STATISTICS: tuple[Statistic, ...] = (
     *(Statistic(f"Failed {name} Callbacks", "calls", START, "that raised or returned an unusable value",
                 always=name in ("get", "send", "poll", "stats"))
       for name in ("get", "send", "poll", "stats", "after_responses", "at_end", "kv_events", "trace", "memory_usage",
-                   "figures")),
+                   "figures", "propose", "release")),
 )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import BLOCK_SIZES, DTYPES, MAX_RANKS, MODEL_IMPLEMENTATIONS, QUANTIZATIONS
+from ..config import BLOCK_SIZES, DTYPES, MAX_RANKS, MODEL_IMPLEMENTATIONS, QUANTIZATIONS, SpeculativeConfig
+from ..errors import ConfigError
 from ..names import SchedulerPolicy
 from .command_parser import at_least, positive, rate
 from .output_file import why_no_folder, why_not_distinct, why_not_writable
@@ -20,6 +21,16 @@ CONCURRENCY = ("alone: the next one arrives when one is done, whatever the recor
                "arrived requests wait in the client, which counts as latency")
 FLAG = argparse.BooleanOptionalAction
 MOST_DRAWN = 10_000_000        # requests
+
+
+
+def speculative_config(text: str) -> SpeculativeConfig:
+    """The type of --speculative-config."""
+    try:
+        return SpeculativeConfig.of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
 
 # Name -> (meaning, keywords of add_argument). A command may add to the meaning, and has its own default.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +77,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),
     "--pipeline-parallel-size": ("stages, each with a part of the layers", {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),
+    "--speculative-config": ("drafts, as JSON with vLLM's keys, such as {\"method\": \"ngram\"}", {
+        "type": speculative_config, "metavar": "JSON"}),
     "--lora-modules": ("LoRA adapters in folders of peft", {"nargs": "+", "metavar": "NAME=FOLDER"}),
     "--max-loras": ("number of adapters of the largest rank on the device", {"type": at_least(1), "metavar": "N"}),
     "--max-lora-rank": ("largest rank of an adapter", {"type": at_least(1), "metavar": "N"}),

@@ -148,7 +148,7 @@ OPTIONS = {
     "quantization": ((None, "int8", "int4"), ("", "int2", "INT8", 8, ["int8"])),
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
     "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
-    "speculative_config": ((None, SpeculativeConfig()), ({}, SpeculativeConfig, "ngram", 5)),
+    "speculative_config": ((None, SpeculativeConfig()), (SpeculativeConfig, "ngram", 5, ["ngram"])),
     "kv_transfer_config": ((None,), ({}, KvTransferConfig, "producer", 5)),    # others need enable_block_reuse
 }
 

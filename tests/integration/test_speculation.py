@@ -9,14 +9,24 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from batch_manager import ConfigError, KvCacheConfig, SchedulerPolicy, SpeculativeConfig, TrtGptModelType
+from batch_manager import (
+    ConfigError,
+    KvCacheConfig,
+    SchedulerPolicy,
+    SpeculativeConfig,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
 from batch_manager.handover import SlotSetup
 from batch_manager.loop.drafting import is_verified
 from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.tools.bench.__main__ import main as bench_main
+from batch_manager.tools.serve import main as serve_main
 from tests.deterministic.differential import make_checkpoint
-from tests.harness.client import StaggeredClient
+from tests.harness.client import Client, StaggeredClient
 from tests.harness.drafters import KnowingDrafter
+from tests.harness.world import make_loop
 
 SHIPPED, VOCAB = Path(__file__).parents[2] / "examples" / "models" / "austen-4m", 1000
 DRAWN = random.Random(4)
@@ -129,8 +139,31 @@ def test_wrong_options_are_refused(options, says):
         SpeculativeConfig(**options)
 
 
+@pytest.mark.parametrize(("given", "says"), [
+    ("", "is no JSON"), ("[]", "expected an object"), ("{}", "has no method; expected one of 'ngram', 'custom'"),
+    ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "speculative_config has 'draft_tensor_parallel_size'"),
+    ('{"method": "medusa"}', "SpeculativeConfig.method is 'medusa'"), ('{"method": []}', "method is"),
+    ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens is"),
+    ('{"method": "custom"}', "'custom' with no Parts.drafter")])
+def test_wrong_json_of_the_programs_is_refused(given, says, capsys):
+    for main, argv in ((serve_main, ["model"]), (bench_main, ["--model", "model", "--workload", "file"])):
+        if "custom" in given:                        # only the engine knows its parts
+            continue
+        with pytest.raises(SystemExit, match="2"):
+            main([*argv, "--speculative-config", given])
+        assert says in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=says):
+        make_loop(Client(), speculative_config=SpeculativeConfig.of(given))
+
+
+def test_the_keys_are_those_of_vllm():
+    config = SpeculativeConfig.of('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}')
+    assert config == SpeculativeConfig("ngram", 5, 3, 2)
+    assert TrtGptModelOptionalParams(speculative_config={"method": "ngram", "num_speculative_tokens": 5,
+                                                         "prompt_lookup_max": 3}).speculative_config == config
+
+
 @pytest.mark.parametrize(("options", "says"), [
-    ({"speculative_config": {"method": "ngram"}}, "speculative_config is of type dict"),
     ({"speculative_config": SpeculativeConfig("custom")}, "SpeculativeConfig.method is 'custom' with no Parts.drafter"),
     ({"parts": {"drafter": KnowingDrafter({}, 9)}}, "SpeculativeConfig.method is 'ngram' with Parts.drafter"),
     ({"parts": {"drafter": KnowingDrafter({}, 9)}, "speculative_config": None}, "Parts.drafter is set without spec"),

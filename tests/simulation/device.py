@@ -19,7 +19,7 @@ from batch_manager.errors import DeviceLostError
 from batch_manager.handover import LENGTH, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, _drafts_of
 
 from .drawing import Drawing
 from .faults import Faults, Place
@@ -201,11 +201,13 @@ class SimulatedDevice(ScriptedBackend):
                                      f"I16: {owner} found block {row[place]}, which is somebody else's")
             for place in range(-(-work.start // size), -(-end // size)):
                 self.stamps[int(row[place])] = stamp_of(owner, tokens, place * size)
+        drafts_of = _drafts_of(batch)
         for slot, length in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist()):
-            if length % size == 0:
+            drafts = drafts_of.get(slot, [])
+            for first in range(-(-length // size) * size, length + 1 + len(drafts), size):
                 for beam, tokens in enumerate(owners[slot].tokens):
                     row = self._tables.rows[slot * per_slot + beam]
-                    self.stamps[int(row[length // size])] = stamp_of(owners[slot], tokens, length)
+                    self.stamps[int(row[first // size])] = stamp_of(owners[slot], [*tokens, *drafts], first)
 
     # orders
 
@@ -328,8 +330,10 @@ class SimulatedDevice(ScriptedBackend):
         for work in batch.context:
             if work.slot == slot:
                 return work.start, work.start + len(work.token_ids), 1
-        start = int(batch.generation.kv_lengths[batch.generation.slots.tolist().index(slot)])
-        return start, start + 1, batch.generation.beam_width
+        generation = batch.generation
+        row = generation.slots.tolist().index(slot)
+        start, drafts = int(generation.kv_lengths[row]), generation.num_drafts
+        return start, start + 1 + (0 if drafts is None else int(drafts[row])), generation.beam_width
 
     def _blocks_written(self, batch: ScheduledBatch, slot: int) -> list[int]:
         """Return the ids of the blocks that a new batch writes for a slot, in the order of their positions."""

@@ -21,6 +21,7 @@ class Place(Enum):
     RANK = "rank"
     INPUTS = "inputs"
     ADAPTER = "adapter"
+    DRAFTER = "drafter"
     LIFE = "life"
 
 
@@ -114,6 +115,9 @@ MENU: dict[str, Fault] = _menu(
     (Place.ADAPTER, "check_late", "the check of an adapter takes another turn", "adapters"),
     (Place.ADAPTER, "upload_fails", "the load of an adapter fails once", "adapters"),
 
+    (Place.DRAFTER, "raises", "raises", "drafts"),
+    (Place.DRAFTER, "nonsense", "returns what are no drafts", "drafts"),
+
     (Place.LIFE, "shutdown", "is asked for without draining"),
     (Place.LIFE, "twice", "is asked for again"),
     (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
@@ -122,7 +126,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 67
+assert len(MENU) == 69
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

@@ -14,6 +14,7 @@ PROBES: dict[str, tuple[dict, dict]] = {
     "sinks": ({"max_attention_window": 32, "sink_token_length": 4}, {"window": 32, "sink": 4}),
     "host blocks": ({"enable_block_reuse": True, "host_cache_size": 1}, {"host_blocks": 4}),
     "adapters": ({}, {"adapter_pages": 4}),
+    "drafts": ({}, {"verify": True}),
 }
 
 

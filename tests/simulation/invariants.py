@@ -6,6 +6,7 @@ The index is the engine's table of cached blocks.
     I10  owners = tables that name the block         I14  the index has each of its blocks once, under its parent
     I11  the free order has no block twice           I15  a block in the index was computed and is finite
     I12  shared blocks are full                      I16  a block is found in its own domain only
+    I36  drafts enter a step alone, take no cached block and are gone after it
     I17  without live requests no block is held      C23  nothing is left of ended requests
     I35  the events of the cache, replayed, are the index
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from batch_manager.kv.kv_cache_manager import KvCacheManager
+from batch_manager.loop.drafting import Drafting
 
 if TYPE_CHECKING:
     from .world import SimulatedWorld
@@ -26,6 +28,8 @@ def faults(world: "SimulatedWorld") -> Iterator[str]:
     yield from books(world.loop.kv)
     yield from leftovers(world)
     yield from world.first_in_line.step_ended()
+    if world.drafter is not None:
+        yield from drafts(world)
     if world.replay is not None:
         for fault in world.replay.faults(world.loop.kv):
             yield f"I35: {fault}"
@@ -109,6 +113,19 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
             yield f"I17: {owner} has ended and holds blocks"
 
 
+def drafts(world: "SimulatedWorld") -> Iterator[str]:
+    """Check I36 and C23 for drafts."""
+    started = {request for request in world.loop.active if world.loop.kv.owns(request)}
+    for request in world.loop.active:
+        if request.draft_len and not world.loop.window.holds(request):
+            yield f"I36: {request} has {request.draft_len} drafts and is in no step"
+    if not world.drafter.held <= started:
+        yield "C23: the drafter was not told of the end or the pause of a request"
+    drafting = next(each for each in world.loop._resources.others if isinstance(each, Drafting))
+    if not drafting._of.keys() <= started:
+        yield "C23: the drafts of somebody who has ended or pauses are counted"
+
+
 def index(world: "SimulatedWorld") -> Iterator[str]:
     """Check I12, I14 and I15: each index entry has the tokens that are in its block."""
     cache, device = world.loop.kv.cache, world.device
@@ -166,6 +183,10 @@ def batch_faults(world: "SimulatedWorld", batch) -> Iterator[str]:
     if widths - {batch.generation.beam_width} or max(widths, default=1) > swarm.max_beam_width:
         yield f"I20: beam widths {sorted(widths)} in a step of {batch.generation.beam_width}"
     tokens = batch.num_context_tokens + len(batch.generation) * batch.generation.beam_width
+    if batch.generation.num_drafts is not None:
+        tokens += int(batch.generation.num_drafts.sum())
+        if batch.generation.num_drafts.max() > swarm.drafts:
+            yield f"I20: {batch.generation.num_drafts.max()} drafts, at most {swarm.drafts}"
     if tokens > swarm.max_num_tokens and not swarm.is_static:
         yield f"I20: {tokens} tokens, at most {swarm.max_num_tokens}"
     for work in batch.context:

@@ -51,6 +51,9 @@ MARKERS = (
     # later
     "prompt found in the cache", "part of a block found in the cache", "found and evicted in one step",
     "block left the window", "block brought back from the host",
+    # drafts
+    "drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
+    "a request with drafts is paused", "drafts and a context in one step",
     # adapters
     "an adapter runs", "an adapter is not in the cache", "an adapter is forgotten while it is in use",
 )
@@ -58,6 +61,8 @@ NEEDS = {
     "prompt found in the cache": "reuse", "part of a block found in the cache": "reuse",
     "found and evicted in one step": "reuse", "block left the window": "window",
     "block brought back from the host": "host blocks", "beams leave the window": "window",
+    **dict.fromkeys(("drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
+                     "a request with drafts is paused", "drafts and a context in one step"), "drafts"),
     "beams find a prompt in the cache": "reuse", "an adapter runs": "adapters",
     "an adapter is not in the cache": "adapters", "an adapter is forgotten while it is in use": "adapters",
 }

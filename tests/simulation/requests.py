@@ -85,6 +85,8 @@ class Requests:
             options["priority"] = rng.choice([0.0, 0.25, 0.75, 1.0])
         if die() < traffic.salted:
             options["cache_salt"] = rng.choice(["a", "b"])
+        if swarm.drafts and request_id % 7 == 3:
+            options["speculation"] = False
         if request_id % 5 == 2:
             self._mark("timings asked for")
             tensors["return_perf_metrics"] = handed.metrics = True

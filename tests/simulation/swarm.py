@@ -56,6 +56,8 @@ class Swarm:
 
     iterations   iterations of the loop before the shutdown is requested
     adapters     number of task ids of adapters; 0: the engine has no adapters
+    drafts       most drafts of a sequence in a step; 0: the engine does not draft
+    drafts_right   probability that a draft is the right one
     adapter_pages, adapter_bytes   pages of the device for adapters, and bytes of the host cache
     late_ranks   with several ranks: None, or those that begin a step with rank 0, when it is read, as those of the last
                  of several stages do
@@ -103,6 +105,8 @@ class Swarm:
     adapters: int = 0
     adapter_pages: int = 0
     adapter_bytes: int = 0
+    drafts: int = 0
+    drafts_right: float = 0.0
 
     @property
     def is_static(self) -> bool:
@@ -171,7 +175,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if iterations is None:
         iterations = iterations_drawn
     possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)
-                and fault.place is not Place.ADAPTER]
+                and fault.place not in (Place.ADAPTER, Place.DRAFTER)]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
     faults = tuple(fault.name for fault in possible
                    if fault.place not in (Place.LIFE, Place.RANK, Place.INPUTS) and rng.random() < share)
@@ -198,6 +202,12 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if adapters:
         traffic = replace(traffic, adapted=adapted)
         faults += tuple(fault.name for fault in menu_of(Place.ADAPTER) if adapter_rng.random() < 0.6)
+    draft_rng = Random(f"drafts {seed}")
+    drafts = 0
+    if "drafts" in features and not (static or run_ahead or ranks > 1) and draft_rng.random() < 0.8:
+        drafts = min(draft_rng.choice([1, 2, 3, 7, 7, 20, 64]), max_num_tokens - 1)
+    if drafts:
+        faults += tuple(fault.name for fault in menu_of(Place.DRAFTER) if draft_rng.random() < 0.4)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -236,7 +246,9 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         max_beam_width=max_beam_width,
         adapters=adapters,
         adapter_pages=adapter_pages,
-        adapter_bytes=adapter_bytes)
+        adapter_bytes=adapter_bytes,
+        drafts=drafts,
+        drafts_right=draft_rng.choice([0.0, 0.5, 0.8, 0.95, 1.0]))
 
 
 def _adapters(rng: Random, features: Collection[str], static: bool) -> tuple[int, int, int, float]:

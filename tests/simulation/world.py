@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 from random import Random
 
-from batch_manager.config import KvCacheConfig, PeftCacheConfig
+from batch_manager.config import KvCacheConfig, PeftCacheConfig, SpeculativeConfig
 from batch_manager.errors import BatchManagerError
 from batch_manager.guard import Guard
 from batch_manager.handover import ScheduledBatch
@@ -40,6 +40,7 @@ from . import invariants
 from .adapters import Adapters
 from .client import PlantedInterrupt, SimulatedClient
 from .device import SimulatedDevice
+from .drafter import SimulatedDrafter
 from .faults import Faults, Place
 from .first_in_line import FirstInLine
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
@@ -110,6 +111,7 @@ class SimulatedWorld:
             load_fails=self.adapters.load_fails, adapter_pages=swarm.adapter_pages,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
+        self.drafter = SimulatedDrafter(self, model) if swarm.drafts else None
         self.replay = Replay() if swarm.reuse and not swarm.seed % 2 else None
         self.loop = self._build()
         self.first_in_line = FirstInLine(self)
@@ -144,7 +146,7 @@ class SimulatedWorld:
             client, backend=backend, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
             max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
             parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end,
-                   "kv_events": self.replay},
+                   "kv_events": self.replay, "drafter": self.drafter},
             heartbeat=self.control.heartbeat, as_arrays=True,
             kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
                                           sink_token_length=swarm.sinks, host_cache_size=swarm.host_blocks,
@@ -156,7 +158,15 @@ class SimulatedWorld:
             max_num_sequences=swarm.max_num_sequences, max_queued_requests=swarm.max_queued_requests,
             max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
             max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats,
+            speculative_config=SpeculativeConfig("custom", swarm.drafts) if swarm.drafts else None,
             peft_cache_config=PeftCacheConfig(host_cache_size=swarm.adapter_bytes) if swarm.adapters else None)
+        reject = loop._resources.reject_drafts
+
+        def watched_reject(requests, num_rejected):
+            self.mark("drafts rejected")
+            reject(requests, num_rejected)
+
+        loop._resources.reject_drafts = watched_reject
         if swarm.adapters:
             self.adapters.watch(loop)
         fetched = loop.callbacks.fetched
@@ -177,6 +187,8 @@ class SimulatedWorld:
                 self.check(self._engine_may_fail, f"C14: {error!r} ended the worker")
         self._close()
         result.hits, result.markers = self.faults.hits + self.adapters.faults.hits, self.markers.counts
+        if self.drafter is not None:
+            result.hits += self.drafter.faults.hits
         result.requests, result.finals = self.history.num_handed, self.client.num_finals
         return result
 
@@ -534,6 +546,8 @@ class SimulatedWorld:
 
     def _before_device_step(self, batch: ScheduledBatch) -> None:
         self.clock.now += STEP_S
+        if batch.context and batch.has_drafts:
+            self.mark("drafts and a context in one step")
         for fault in invariants.batch_faults(self, batch):
             self.check(False, fault)
 
@@ -557,6 +571,9 @@ class SimulatedWorld:
 
         def watched(first_chunks, generation, num_drafts=None, context_drafts=()):
             needed = kv.blocks_to_claim(first_chunks, generation, (), num_drafts, context_drafts)
+            if num_drafts is not None:
+                self.mark("drafts in a step")
+                self.check(needed <= kv.usage().free_blocks, "I36: drafts take blocks with cached content")
             if kv.free_blocks == 0 and kv.pool.extra_owners:
                 self.faults.hit("allocator.full_of_shared")
             stolen = self._steal(kv, needed)

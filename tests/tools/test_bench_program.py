@@ -100,6 +100,20 @@ def test_files_and_a_table(setting, capsys):
     assert not list(folder.glob("*.part"))
 
 
+def test_drafts_by_place(setting, capsys):
+    run, folder = setting
+    text = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    requests = [{**request, "prompt": text, "max_tokens": 8} for request in TEN["requests"]]
+    Path("repeating.json").write_text(json.dumps({**TEN, "requests": requests}))
+    assert run("--out", "r.json", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}',
+               workload="repeating.json") == 0
+    result = read_result(folder / "r.json")
+    assert result["speculative_config"]["num_speculative_tokens"] == 3
+    drafts = result["drafts"]
+    assert drafts["tokens"] >= drafts["sequences"] >= 0 and len(drafts["accepted_at"]) == 3
+    assert sum(drafts["accepted_at"]) <= drafts["tokens"] and "accepted at place" in capsys.readouterr().out
+
+
 def test_lines_of_the_original(setting, capsys):
     run, _ = setting
     assert run("--report", "lines", "--no-streaming") == 0

@@ -110,5 +110,6 @@ def _arguments(options: argparse.Namespace, kv_tokens: int | None) -> dict[str, 
             cpu_compile=options.cpu_compile,
             model_implementation=options.model_implementation,
             quantization=options.quantization,
+            speculative_config=options.speculative_config,
             parallel_config=parallel_config(options.tensor_parallel_size, options.pipeline_parallel_size)),
         exclude_input_in_output=options.exclude_input_in_output_seq)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...errors import counted
@@ -46,6 +46,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "cpu_compile": options.cpu_compile,
         "model_implementation": options.model_implementation,
         "quantization": options.quantization,
+        "speculative_config": options.speculative_config and asdict(options.speculative_config),
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "busy_neighbours": options.busy_neighbours,
@@ -69,6 +70,7 @@ def point_fields(options: argparse.Namespace, workload: Mapping[str, Any], serve
         "turns": turn_figures(served.requests, receipts, served.wall_s, streaming=options.streaming),
         "peak_rss_mb": served.meter.peak_rss_mb,
         "steps": served.steps or None,
+        "drafts": served.drafts,
         "cpu": served.meter.cpu,
         "first_tokens": {str(request_id): receipt.tokens[:FIRST_TOKENS]
                          for request_id, receipt in list(receipts.items())[:FIRST_REQUESTS]},

@@ -2,12 +2,15 @@
 
 import argparse
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
-from ...config import Parts
+from ...config import MAX_DRAFT_TOKENS, Parts
+from ...stats.statistics_table import ACCEPTED_AT
 from ...stats.trace import IterationTrace, TraceFile
 from .client import Client, Receipt
 from .engine import load_adapters, make_manager, model_limits
@@ -19,6 +22,7 @@ from .request_options import RequestOptions
 from .warm_up import warm_up_requests
 
 MS = 1e-3
+LONGEST_WAIT_S = 2.0           # for the record of an iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Served:
     steps       number of iterations with an active request
     meter       CPU use during the run, and peak memory
     records     statistics records of the iterations; empty if they were not kept
+    drafts      "sequences" in steps with drafts, "tokens" drafted, and those "accepted_at" each place; None: no drafts
     """
 
     load: Load
@@ -41,6 +46,7 @@ class Served:
     steps: int
     meter: ProcessMeter
     records: list[str]
+    drafts: dict[str, Any] | None = None
 
 
 class Session:
@@ -70,6 +76,7 @@ class Session:
         self._adapters: list[int] = []
         self._trace_file: TraceFile | None = None
         self._settings: Mapping[str, int | str] = {}     # of the engine; empty once they are in the trace
+        self._newest_record = "{}"
         self.kv_tokens: int | None = None
         self.load_s = 0.0
 
@@ -112,16 +119,31 @@ class Session:
             self._settings = {}
 
     def _stats_callback(self) -> Callable[[str], None] | None:
-        client, watch = self.client, self._watch
-        if not self._options.keep_stats:
-            return watch
-        if watch is None:
-            return client.keep_stats
+        takers = [self.client.keep_stats] if self._options.keep_stats else []
+        if self._watch is not None:
+            takers.append(self._watch)
+        if self._options.speculative_config is not None:
+            takers.append(partial(setattr, self, "_newest_record"))
+        if len(takers) < 2:
+            return takers[0] if takers else None
 
-        def keep_and_watch(record: str) -> None:
-            client.keep_stats(record)
-            watch(record)
-        return keep_and_watch
+        def give(record: str) -> None:
+            for taker in takers:
+                taker(record)
+        return give
+
+    def _draft_counts(self) -> list[int] | None:
+        """Return, since the start: sequences in steps with drafts, drafts, and accepted ones at each place."""
+        if self._options.speculative_config is None:
+            return None
+        wait_until, record = time.perf_counter() + LONGEST_WAIT_S, {}
+        while time.perf_counter() < wait_until:        # the record of an iteration follows its last response
+            record = json.loads(self._newest_record)
+            if record.get("Iteration Counter", -1) + 1 >= self.manager.health()["iterations"]:
+                break
+            time.sleep(0.01)
+        places = (f"{ACCEPTED_AT}{place}" for place in range(1, MAX_DRAFT_TOKENS + 1))
+        return [record[key] for key in ("Draft Steps", "Draft Tokens", *places) if key in record]
 
     def serve(self, load: Load) -> Served:
         """Serve the workload with the arrival process `load`.
@@ -145,7 +167,7 @@ class Session:
             gate = Gate(options.first_batch_delay * MS, options.static_emulated_batch_size or 0,
                         options.static_emulated_timeout * MS, at_most)
         client.stats.clear()
-        steps, meter = self.manager.health()["iterations"], ProcessMeter()
+        drafts, steps, meter = self._draft_counts(), self.manager.health()["iterations"], ProcessMeter()
         with busy_neighbours(options.busy_neighbours):
             meter.start()
             receipts = client.serve_all(self.manager, requests, streaming=options.streaming,
@@ -154,4 +176,8 @@ class Session:
                                         gate=gate)
             meter.stop()
         steps = self.manager.health()["iterations"] - steps
-        return Served(load, requests, receipts, client.last_response, steps, meter, list(client.stats))
+        if drafts is not None:
+            now = self._draft_counts() or []
+            sequences, tokens, *at = [after - before for before, after in zip(drafts or [0] * len(now), now)] or [0, 0]
+            drafts = {"sequences": sequences, "tokens": tokens, "accepted_at": at}
+        return Served(load, requests, receipts, client.last_response, steps, meter, list(client.stats), drafts)

@@ -85,9 +85,21 @@ def table(result: Result) -> str:
     if result["user_tok_s"]:
         rows.append(["tokens/s of one user", *(number(result["user_tok_s"][which]) for which in NAMES)])
     out += aligned(rows)
+    if result.get("drafts"):
+        out += ["", *(line for rows in draft_rows(result["drafts"]) for line in aligned(rows))]
     if result.get("turns"):
         out += ["", *aligned(turn_rows(result["turns"]))]
     return "\n".join(out)
+
+
+def draft_rows(drafts: Mapping[str, Any]) -> list[list[list[str]]]:
+    """Return two tables: the drafts, and the share of steps with drafts that accepted one at each place."""
+    sequences, accepted_at = drafts["sequences"], drafts["accepted_at"]
+    steps = max(sequences, 1)
+    return [[["drafts", f"{drafts['tokens']:,}"], ["accepted", f"{sum(accepted_at):,}"],
+             ["tokens of a sequence in a step with drafts", number(1 + sum(accepted_at) / steps)]],
+            [["accepted at place", *(str(place) for place in range(1, len(accepted_at) + 1))],
+             ["  share", *(f"{count / steps:.0%}" for count in accepted_at)]]]
 
 
 def turn_rows(turns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
