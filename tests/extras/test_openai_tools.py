@@ -153,6 +153,20 @@ def test_a_call_that_is_cut_off_has_the_finish_reason_length(folder):
     run(test, call(city="very long " * 50), folder)
 
 
+def test_an_output_that_ends_inside_a_call_does_not_ask_for_it(folder):
+    text = call("get_time") + "\n" + call(city="Bath")
+
+    async def test(service, caller):
+        encoded = caller.tokenizer.encode(text, add_special_tokens=False)
+        token = encoded.ids[encoded.char_to_token(text.index("Bath"))]
+        body = {"tools": [WEATHER, TIME], "stop_token_ids": [token]}
+        (choice,) = (await whole(service, **body))["choices"]
+        assert choice["finish_reason"] == "stop" and len(choice["message"]["tool_calls"]) == 2
+        assert joined(await chunks(service, **body))[1] == "stop"
+
+    run(test, text, folder)
+
+
 def test_one_call_ends_the_output_if_calls_are_not_parallel(folder):
     async def test(service, caller):
         for body in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}):
@@ -268,20 +282,30 @@ def test_marks_that_are_special_tokens(tmp_path):
     run(test, '[THINK]Hm.[/THINK]I see.[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bath"}}]', folder)
 
 
-def test_a_schema_that_no_grammar_holds(folder):
-    odd = {"type": "function", "function": {"name": "f", "parameters": {
-        "type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "contains": {"type": "null"}}}}}}
+@pytest.mark.parametrize(("parser", "free", "schema", "held"), [
+    ("hermes", call("f", a=[None]), {"properties": {"a": {"type": "array", "uniqueItems": True,
+                                                          "contains": {"type": "null"}}}}, call(town=1)),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n[null]\n</parameter>\n</function>\n</tool_call>", {},
+     "<tool_call>\n<function=get_weather>\n<parameter=town>\n1\n</parameter>\n</function>\n</tool_call>")])
+def test_a_schema_that_no_grammar_holds(folder, parser, free, schema, held):
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
     strict = {"type": "function", "function": {**odd["function"], "strict": True}}
 
     async def test(service, caller):
-        (choice,) = (await whole(service, tools=[odd]))["choices"]
+        (choice,) = (await whole(service, tools=[odd, WEATHER]))["choices"]
         assert called(choice["message"]) == [("f", {"a": [None]})]           # written freely
         for body in ({"tools": [odd], "tool_choice": "required"}, {"tools": [strict]}):
             with pytest.raises(OpenAIError) as told:
                 await whole(service, **body)
             assert told.value.status == 400 and told.value.param == "tools"
 
-    run(test, call("f", a=[None]), folder)
+    async def test_of_the_other(service, caller):
+        (choice,) = (await whole(service, tools=[odd, WEATHER], max_tokens=60))["choices"]
+        (found,) = choice["message"]["tool_calls"]
+        assert found["function"]["arguments"].startswith('{"city"')
+
+    run(test, free, folder, tool_call_parser=parser)
+    run(test_of_the_other, held, folder, tool_call_parser=parser)
 
 
 def test_arguments_of_100_kb_a_long_name_and_two_calls(tmp_path):

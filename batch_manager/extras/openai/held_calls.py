@@ -1,7 +1,7 @@
 """The grammar that holds an output to its tools, its response_format and its reasoning."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import orjson
@@ -31,7 +31,7 @@ class HeldCalls:
     def compiled(self, parsed: ParsedBody) -> Any:
         """Return (guided, grammar) for an output; None: it is free. Slow: call it in a thread.
 
-        Calls that are neither forced nor strict are free where no grammar can hold them.
+        A call that is neither forced nor strict is free if no grammar can hold it.
 
         Raises OpenAIError for a schema that must be held and cannot.
         """
@@ -49,31 +49,48 @@ class HeldCalls:
             if must:
                 raise refused(param, "the model has no end id, so constrained output cannot end; omit the field")
             return None
-        try:
-            return self._held(parsed, answer)
-        except CannotForce as error:
-            if must:
-                raise refused(param, f"the tool {error.tool[:64]!r} cannot be held to its schema: {error}; simplify "
-                                     "it, or leave the choice to the model, without strict") from None
-            note_not_held(error.tool, str(error))
-        except (ConfigError, InvalidRequestError) as error:
-            if must and isinstance(error, ConfigError):
-                raise
-            if must:
-                given = "" if answer is None else answer
-                raise OpenAIError(400, f"{param}: {without_paths(str(error), given=given)}", param,
-                                  error.code.value.lower()) from None
-            note_not_held(next(iter(tools.schemas)), str(error))
-        return None
+        free: set[str] = set()
+        while True:
+            try:
+                return self._held(parsed, answer, free)
+            except CannotForce as error:
+                if tools.is_forced or error.tool in tools.strict:
+                    raise refused(param, f"the tool {error.tool[:64]!r} cannot be held to its schema: {error}; "
+                                         "simplify it, or leave the choice to the model, without strict") from None
+                note_not_held(error.tool, str(error))
+                if error.tool in free:
+                    return None
+                free.add(error.tool)
+            except (ConfigError, InvalidRequestError) as error:
+                if must and isinstance(error, ConfigError):
+                    raise
+                if must:
+                    given = "" if answer is None else answer
+                    raise OpenAIError(400, f"{param}: {without_paths(str(error), given=given)}", param,
+                                      error.code.value.lower()) from None
+                note_not_held(next(iter(tools.schemas)), str(error))
+                if isinstance(error, ConfigError) or not (wrong := self._that_fail(parsed) - free):
+                    return None
+                free |= wrong
 
-    def _held(self, parsed: ParsedBody, answer: str | None) -> Any:
+    def _that_fail(self, parsed: ParsedBody) -> set[str]:
+        """Return the names of the tools whose schemas alone cannot be held."""
+        wrong = set()
+        for name, schema in parsed.tools.schemas.items():
+            try:
+                self._guided().json_schema(orjson.dumps(schema).decode())
+            except (InvalidRequestError, TypeError):
+                wrong.add(name)
+        return wrong
+
+    def _held(self, parsed: ParsedBody, answer: str | None, free: Collection[str]) -> Any:
         guided, formats, tools = self._guided(), self._formats, parsed.tools
         reasoning = formats.reasoning if parsed.has_reasoning else None
         if tools is None and reasoning is None:
             return guided, guided.json_schema(answer)
         if self._grammar is None:
             self._grammar = CallGrammar(formats.special)
-        called = None if tools is None else Called(tools.schemas, tools.is_forced, tools.is_parallel)
+        called = None if tools is None else Called(tools.schemas, tools.is_forced, tools.is_parallel, free)
         is_open = reasoning is not None and reasoning.is_open_in(parsed.prompt_end)
         lark = self._grammar.lark(formats.calls, called, reasoning, is_open, answer)
         grammar = self._kept.pop(lark, None) or guided.lark(lark)

@@ -311,7 +311,7 @@ class _Choice:
     @property
     def reason(self) -> str | None:
         """OpenAI's name of the finish reason."""
-        return finish_reason(self.text.finish_reason, isinstance(self.text, ParsedOutput) and self.text.has_calls)
+        return finish_reason(self.text.finish_reason, isinstance(self.text, ParsedOutput) and self.text.has_whole_calls)
 
 
 class Answer:

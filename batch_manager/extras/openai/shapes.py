@@ -16,9 +16,9 @@ LEAST_LOG_PROB = -9999.0     # OpenAI's value for an impossible token; JSON has 
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.NOT_FINISHED: None}
 
 
-def finish_reason(reason: FinishReason, has_calls: bool = False) -> str | None:
-    """Return OpenAI's name of a finish reason."""
-    return _REASONS.get(reason, "tool_calls" if has_calls else "stop")
+def finish_reason(reason: FinishReason, has_whole_calls: bool = False) -> str | None:
+    """Return OpenAI's name of a finish reason. Clients run the calls of an output that ends with `tool_calls`."""
+    return _REASONS.get(reason, "tool_calls" if has_whole_calls else "stop")
 
 
 def delta_of(event: Event) -> dict[str, Any] | None:

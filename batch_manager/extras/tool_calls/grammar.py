@@ -7,7 +7,7 @@ Both may begin with reasoning.
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Called:
     """Which calls an output may have.
 
     tools        name -> JSON schema of the arguments; only these may be called
+    free         names of those whose arguments are not held to their schema
     is_forced    whether the output has to call
     is_parallel  whether it may have several calls
     """
@@ -43,6 +44,7 @@ class Called:
     tools: Mapping[str, Any]
     is_forced: bool = False
     is_parallel: bool = True
+    free: Collection[str] = ()
 
 
 class CallGrammar:
@@ -92,18 +94,23 @@ class CallGrammar:
 
         def one(lead: str) -> str:               # what comes before is of one lexeme with the name: see `free`
             return rules.add("call", " | ".join(
-                self._call(rules, written, lead + begin.removeprefix(in_begin), name, schema)
+                self._call(rules, written, lead + begin.removeprefix(in_begin), name, schema, name in called.free)
                 for name, schema in called.tools.items()))
         more = f"{one(written.between + in_begin)}*" if called.is_parallel else ""
         return f"{one(before)} {more} {self._literal(written.after)}", trigger
 
-    def _call(self, rules: "_Rules", written: Written, begin: str, name: str, schema: Any) -> str:
+    def _call(self, rules: "_Rules", written: Written, begin: str, name: str, schema: Any, is_free: bool) -> str:
+        head, end = self._literal(begin.replace("{name}", name)), self._literal(written.end)
+        if is_free and written.field is not None:
+            if not written.raw:
+                raise CannotForce(name, "free arguments have no mark at their end in the format of the model's calls")
+            return f"{head} {rules.text_up_to(self._parts(written.end))}"
         try:
-            arguments = (rules.json(schema, is_arguments=True) if written.field is None
+            arguments = (rules.json({} if is_free else schema, is_arguments=True) if written.field is None
                          else self._fields(rules, written, name, schema))
         except (AttributeError, TypeError, ValueError, RecursionError):
             raise CannotForce(name, "its parameters are not a JSON schema, or are nested too deep") from None
-        return f"{self._literal(begin.replace('{name}', name))} {arguments} {self._literal(written.end)}"
+        return f"{head} {arguments} {end}"
 
     def _fields(self, rules: "_Rules", written: Written, name: str, schema: Any) -> str:
         """Return the grammar of the arguments of a call, field by field, in the order of the schema."""
@@ -161,7 +168,7 @@ class CallGrammar:
                 f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
                 f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
                 f" to=functions.{name}<|channel|>commentary json<|message|>"))
-            starts.append(f"({head}) {rules.json(schema, is_arguments=True)}")
+            starts.append(f"({head}) {rules.json({} if name in called.free else schema, is_arguments=True)}")
         return rules.whole(f"{lead} ({' | '.join(starts)})")
 
     def _bare_heads(self, calls: Format | None, called: Called | None) -> list[str]:

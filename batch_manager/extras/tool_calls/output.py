@@ -86,12 +86,13 @@ class ParsedOutput:
 
     tokens, log_probs, top_log_probs, finish_reason   as those of GeneratedText
     reasoning_tokens   number of tokens of the reasoning
-    has_calls          whether a call has begun
+    has_whole_calls    whether calls have begun, and all of them are whole
     stopped_by         the stop string that ended the text; None: none did
     """
 
-    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "reasoning_tokens", "has_calls", "stopped_by",
-                 "_stream", "_parser", "_stop", "_held", "_dropped", "_most_calls", "_num_ended", "_is_over")
+    __slots__ = ("tokens", "log_probs", "top_log_probs", "finish_reason", "reasoning_tokens", "stopped_by", "_stream",
+                 "_parser", "_stop", "_held", "_dropped", "_most_calls", "_num_begun", "_num_ended",
+                 "_num_whole", "_is_over")
 
     def __init__(self, tokenizer: Any, prompt_ids: Iterable[int], stop: str | Sequence[str] | StopStrings | None,
                  parser: CallParser, dropped: frozenset[int], most_calls: int | None = None) -> None:
@@ -99,12 +100,13 @@ class ParsedOutput:
         self.log_probs: list[float] = []
         self.top_log_probs: list[dict[int, float]] = []
         self.finish_reason = FinishReason.NOT_FINISHED
-        self.reasoning_tokens, self.has_calls = 0, False
+        self.reasoning_tokens = 0
         self.stopped_by: str | None = None
         self._stream = TextStream(tokenizer, prompt_ids, (), skip_special_tokens=False)
         self._parser, self._stop, self._held = parser, stop_strings(stop), ""
         self._dropped = dropped
-        self._most_calls, self._num_ended, self._is_over = most_calls, 0, False
+        self._most_calls, self._is_over = most_calls, False
+        self._num_begun = self._num_ended = self._num_whole = 0
 
     def add(self, delta: Delta) -> list[Event]:
         """Add a delta, and return the events that it makes certain. Removes tokens after the end from `delta`."""
@@ -138,6 +140,10 @@ class ParsedOutput:
     def is_reasoning(self) -> bool:
         return self._parser.is_reasoning
 
+    @property
+    def has_whole_calls(self) -> bool:
+        return 0 < self._num_begun == self._num_whole
+
     def rest(self) -> list[Event]:
         """Return the last events of an output that gets no further delta."""
         self._most_calls = None                  # the end of a call that is cut off ends nothing else
@@ -170,8 +176,9 @@ class ParsedOutput:
                     passed.append(Event(TEXT, self._held))
                     self._held = ""
                 passed.append(event)
-                self.has_calls |= event.kind == BEGINS
+                self._num_begun += event.kind == BEGINS
                 self._num_ended += event.kind == ENDS
+                self._num_whole += event.kind == ENDS and event.is_whole
                 self._is_over = self._num_ended == self._most_calls
             if self._is_over:
                 break
