@@ -3,6 +3,7 @@
 import socket
 import time
 from contextlib import contextmanager
+from random import Random
 
 import numpy as np
 import pytest
@@ -315,3 +316,57 @@ def test_a_request_of_another_engine_is_resumed_as_an_ordinary_one(new_request):
     assert resume(asked, []).request_type == "generation_only"
     left = resume(asked, [4, 5])
     assert left.request_type is RequestType.CONTEXT_AND_GENERATION and left.context_phase_params is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_under_pressure_each_request_has_one_final_and_its_tokens(pair, monkeypatch, seed):
+    """Little room in both engines, stops, lost and damaged frames, tickets that lapse and that are used twice."""
+    monkeypatch.setattr(block_exchange, "SECONDS_TO_ASK", 0.05)
+    monkeypatch.setattr(block_exchange, "SECONDS_WITHOUT_PROGRESS", 0.05)
+    draw = Random(seed)
+    own = {"backend": {"num_blocks": 24, "host_blocks": 22, "is_asynchronous": seed > 0}}
+    both = pair(prefill={**own, "transfer": {"timeout_s": 3}},
+                decode={**own, "transfer": {"load_timeout_s": 1}}, max_batch_size=3)
+    trunks = [[number] * 16 for number in range(4)]
+    prompts = [[*draw.choice(trunks), *[draw.randrange(50) for _ in range(draw.randrange(1, 24))]] for _ in range(30)]
+    lengths, stopped = [draw.randrange(1, 9) for _ in prompts], set()
+
+    def damaged(data):
+        kind = draw.random()
+        if kind < 0.01:
+            raise BrokenPipeError
+        place = draw.randrange(len(data))
+        return data if kind > 0.03 else data[:place] + bytes([data[place] ^ 1]) + data[place + 1:]
+
+    def ask(world, number, kind, **options):
+        world.client.pending.append(both.new_request(number, prompts[number], lengths[number], request_type=kind,
+                                                     **options))
+    params, asked, num_begun = [], set(), 0
+    with altered(damaged):
+        until = time.monotonic() + 60
+        while len(both.decode.client.responses) < len(prompts):
+            assert time.monotonic() < until
+            if num_begun < len(prompts) and num_begun - len(both.decode.client.responses) < 5:
+                ask(both.prefill, num_begun, "context_only")
+                num_begun += 1
+            both.prefill.step()
+            both.decode.step()
+            both.prefill.clock.now += 0.002
+            both.decode.clock.now += 0.002
+            time.sleep(0.001 if len(both.decode.loop.stored) else 0)
+            for number in both.prefill.client.responses.keys() - asked:
+                params.append(both.prefill.client.final(number).tensors["context_phase_params"])
+                asked.add(number)
+                ask(both.decode, number, "generation_only",
+                    context_phase_params=draw.choice(params) if draw.random() < 0.2 else params[-1])
+                if draw.random() < 0.2:
+                    stopped.add(number)
+                    both.decode.client.stops = set(stopped)
+        both.decode.run()
+    for number, prompt in enumerate(prompts):
+        responses = both.decode.client.responses[number]
+        final = responses[-1]
+        assert len(responses) == 1 and final.final and not final.error
+        tokens = final.tokens()
+        assert tokens == prompt + both.decode.expected(prompt, len(tokens) - len(prompt))
+        assert len(tokens) == len(prompt) + lengths[number] or number in stopped and final.finish_reason == 5
