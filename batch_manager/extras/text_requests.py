@@ -149,6 +149,11 @@ class Prompts:
             raise InvalidRequestError("messages is empty", "expected at least one message",
                                       'pass [{"role": "user", "content": "..."}]')
         check_variables(template_options or {})
+        for wrong in [] if tools is None else [tools] if not isinstance(tools, list) else tools:
+            if not isinstance(wrong, Mapping):
+                raise InvalidRequestError(f"tools is, or has, an object of type {type_name(wrong)}",
+                                          "expected a list of dicts, each the JSON schema of a function",
+                                          'pass [{"type": "function", "function": {"name": "..."}}]')
         prompt = chat_prompt(self.source, _with_texts(messages), tools, **(template_options or {}))
         return encode(self.tokenizer, prompt, add_special_tokens=False), prompt
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from batch_manager import FinishReason, Parts  # noqa: E402
+from batch_manager import FinishReason, InvalidRequestError, Parts  # noqa: E402
 from batch_manager.extras.async_llm import AsyncLLM  # noqa: E402
 from batch_manager.extras.llm import LLM  # noqa: E402
 from tests.extras.calling_model import TEMPLATE, Caller, backend_of, folder_of  # noqa: E402
@@ -43,6 +43,9 @@ def test_a_loop_with_threads_and_with_coroutines(tmp_path):
         assert cut.finish_reason is FinishReason.LENGTH and not call.is_whole
         with pytest.raises(ValueError):
             _ = call.arguments
+        for wrong in (5, "x", [5], [None]):
+            with pytest.raises(InvalidRequestError, match="tools is, or has, an object of type"):
+                llm.chat(MESSAGES, tools=wrong)
 
     async def loop():
         parts = Parts(backend=backend_of(Caller(folder, says)))

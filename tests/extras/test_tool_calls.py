@@ -209,6 +209,15 @@ def test_harmony_outputs_that_are_not_as_they_should_be():
     for text, expected in (("No header.", [("text", "No header.")]), ("word " * 200, [("text", "word " * 200)]),
                            (call, [("begins", ""), ("ends", "")]), ("<|channel|>final", [])):
         assert [tuple(event)[:2] for event in texts.parsed("harmony", list(text), {}, "harmony")] == expected
+    text = '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>'               # where no call is allowed
+    assert [tuple(event)[:2] for event in texts.parsed("none", list(text), {}, "harmony")] == [("text", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("size", [1, 7, 999])
+def test_a_text_behind_another_one_begins_a_line(size):
+    text = 'Sure.\n<tool_call>{"name": "f", "arguments": {}}</tool_call> Bye.'
+    found = texts.parsed("hermes", [text[at:at + size] for at in range(0, len(text), size)], {"f": {}})
+    assert [event.text for event in found if event.kind == "text"] == ["Sure.", "\nBye."]
 
 
 def test_names_that_are_not_in_the_list():
@@ -221,10 +230,11 @@ def test_names_that_are_not_in_the_list():
     assert [tuple(event)[:2] for event in texts.parsed("glm", [text], {"f": {}})] == [("text", text)]
 
 
-def test_a_call_that_is_cut_off_says_so():
+def test_a_call_that_is_cut_off_or_no_object_says_so():
     for name, text in (("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b'), ("pythonic", "[f(a='b"),
                        ("qwen3_coder", "<tool_call><function=f><parameter=a>b"), ("hermes", '<tool_call>{"name": "f"'),
-                       ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a')):
+                       ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a'),
+                       ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1,}}</tool_call>')):
         *_, last = texts.parsed(name, [text], {"f": {}})
         assert last.kind == "ends" and not last.is_whole, name
     *_, last = texts.parsed("harmony", ["<|channel|>commentary to=functions.f<|message|>{}"], {})     # at <|call|>

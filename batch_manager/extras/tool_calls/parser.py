@@ -54,7 +54,7 @@ class Event(NamedTuple):
     text        text, reasoning, or a part of the arguments
     call        number of the call in this output, from 0
     name, identity   name of the called function, and id of the call; of `begins` alone
-    is_whole    of `ends`: whether the call's arguments are whole
+    is_whole    of `ends`: whether the call's arguments are whole, and the JSON of an object
     """
 
     kind: str
@@ -76,12 +76,14 @@ class CallParser:
     new_id          () -> id of the next call; None: as the format's templates expect it
 
     Text that only looks like the begin of a call is text. Blank characters between text, reasoning and calls belong to
-    none. `is_reasoning` tells whether the next character may be reasoning.
+    none; a text that follows another one after them begins with a line break. `is_reasoning` tells whether the next
+    character may be reasoning.
     """
 
     def __init__(self, calls: Format | None, reasoning: ReasoningFormat | None = None,
                  tools: Mapping[str, Any] | None = None, *, in_reasoning: bool = False,
                  new_id: Callable[[], str] | None = None) -> None:
+        self._has_calls = calls is not None
         calls = ONLY_TEXT if calls is None else calls
         self._states = _machine(calls.name, None if reasoning is None else reasoning.name)
         self._tools, self._is_bare = tools or {}, calls.is_bare
@@ -89,7 +91,7 @@ class CallParser:
         self._events: list[Event] = []
         self._kind, self._parts = "", []         # of the event that is being made
         self._held = ""                          # characters that may begin a mark
-        self._blank, self._skips_blank = "", in_reasoning
+        self._blank, self._skips_blank, self._has_text = "", in_reasoning, False
         self._count = 0                          # calls that have begun
         self._end_call()
         self._go(Go("reasoning" if in_reasoning and "reasoning" in self._states else "begin"))
@@ -101,6 +103,7 @@ class CallParser:
             stripped = text.rstrip()
             blank, self._blank = self._blank, text[len(stripped):]
             if stripped:
+                self._has_text |= machine.kind == TEXT
                 return [Event(machine.kind, blank + stripped)]
             self._blank = blank + self._blank
             return []
@@ -145,6 +148,8 @@ class CallParser:
                 self._flush()
                 self._kind = kind
             self._parts.append(text)
+            if kind == ARGUMENTS:
+                self._written.append(text)
 
     def _flush(self) -> None:
         if self._parts:
@@ -162,8 +167,11 @@ class CallParser:
         if self._skips_blank:
             text = text.lstrip()
             self._skips_blank = not text
+            if text and kind == TEXT and self._has_text:
+                text = "\n" + text
         if not text:
             return
+        self._has_text |= kind == TEXT
         stripped = text.rstrip()
         if stripped:
             self._add(kind, self._blank + stripped)
@@ -180,7 +188,8 @@ class CallParser:
 
     def _emit_end(self) -> None:
         self._flush()
-        self._events.append(Event(ENDS, call=self._count - 1, is_whole=self._is_whole))
+        is_whole = self._is_whole and _is_object("".join(self._written))
+        self._events.append(Event(ENDS, call=self._count - 1, is_whole=is_whole))
         self._end_call()
         self._kind, self._skips_blank = "", True
 
@@ -191,6 +200,7 @@ class CallParser:
         self._is_whole, self._num_fields = False, 0
         self._parts_of_value: list[str] = []
         self._waiting: list[str] = []            # arguments that came before the name
+        self._written: list[str] = []            # all arguments
         self._types: set[str] = set()
         self._tail = ""                          # what may be the blank end of a field's value
         self._is_string, self._is_first = False, True
@@ -237,6 +247,8 @@ class CallParser:
         go = state.marks[mark]
         if state.sink == HEADER:
             next_state, name = state.route(self._word)
+            if name and not self._has_calls:
+                next_state, name = "text", ""
             self._word, go = "", Go(next_state)
             if name:
                 self._begin_call(name)
@@ -557,6 +569,13 @@ def _machine(calls: str, reasoning: str | None) -> dict[str, _State]:
         kind = state.sink if isinstance(state, Until) else NOTHING
         machine[name] = _State(state, pattern, first, marks, kind, kind in (TEXT, REASONING), _READERS[type(state)])
     return machine
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _new_id(length: int) -> str:
