@@ -19,6 +19,7 @@ from batch_manager import (
     GptManager,
     InferenceRequest,
     KvCacheConfig,
+    KvTransferConfig,
     ParallelConfig,
 )
 from batch_manager.handover import RowFailure, ScheduledBatch
@@ -147,6 +148,8 @@ class Engines:
         disk   directory of the prompt cache on disk
         """
         options = {"max_seq_len": MAX_SEQ_LEN, **world.options}
+        if world.has_contexts:
+            options["kv_transfer_config"] = KvTransferConfig(held_blocks_fraction=0.9, load_timeout_s=60)
         if world.most_tokens is not None:
             options["max_num_tokens"] = world.most_tokens
         parts: dict[str, Any] = {"trace": run.trace.append}
@@ -189,24 +192,51 @@ class Engines:
         asks = [without_end(ask, world.block) if ask.id % 2 else ask for ask in world.asks]
         client = MatrixClient([(ask.arrival, self.request(ask, ask.id, world)) for ask in asks], {}, run)
         loop = self.make(world, client, run, disk=disk)
-        with contextlib.closing(loop.backend):
+        with closing(loop):
             drive(loop, client, {ask.id for ask in asks})
             while loop.stored is not None and loop.stored.is_saving:
                 loop.stored._threads.turn()
                 loop.step(accept_new=False)
         return disk
 
+    @contextlib.contextmanager
+    def contexts(self, world: World) -> Iterator[dict[int, Any]]:
+        """Have an engine compute prompts of a world, half of them without their ends, and hand them over until the
+        block ends. Yields request id -> context_phase_params.
+        """
+        run, arrivals = Run(world), []
+        for ask in world.asks:
+            if not ask.tensors.get("return_context_logits"):           # refused for these
+                asked = self.request(without_end(ask, world.block) if ask.id % 2 else ask, ask.id, world)
+                asked.request_type = "context_only"
+                arrivals.append((ask.arrival, asked))
+        client = MatrixClient(arrivals, {}, run)
+        loop = self.make(world, client, run)
+        with closing(loop):
+            ids = [asked.request_id for _, asked in arrivals]
+            drive(loop, client, set(ids))
+            while loop.stored._not_submitted:
+                loop.step(accept_new=False)
+            finals = {number: client.responses[number][-1].tensors for number in ids}
+            yield {number: tensors["context_phase_params"] for number, tensors in finals.items()
+                   if "context_phase_params" in tensors}
+
     def together(self, world: World) -> Run:
         """Run all requests of a world in one engine. Raises ConfigError if the engine is refused."""
         run, draw = Run(world), Random(world.seed)
         try:
             disk = self.fill(world) if world.has_disk else None
-            arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
-            stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
-            client = MatrixClient(arrivals, stops, run)
-            loop = self.make(world, client, run, disk=disk)
-            with contextlib.closing(loop.backend):
-                drive(loop, client, {ask.id for ask in world.asks}, audited=True)
+            with self.contexts(world) if world.has_contexts else contextlib.nullcontext({}) as contexts:
+                arrivals = [(ask.arrival, self.request(ask, ask.id, world, fails=True)) for ask in world.asks]
+                for _, asked in arrivals:
+                    if asked.request_id in contexts:
+                        asked.request_type = "generation_only"
+                        asked.context_phase_params = contexts[asked.request_id]
+                stops = {ask.id: ask.arrival + draw.randint(1, 12) for ask in world.asks if ask.fate == "stopped"}
+                client = MatrixClient(arrivals, stops, run)
+                loop = self.make(world, client, run, disk=disk)
+                with closing(loop):
+                    drive(loop, client, {ask.id for ask in world.asks}, audited=True)
         finally:
             self._ranks.end()
         run.outcomes = {ask.id: outcome_of(client.responses[ask.id], ask) for ask in world.asks}
@@ -232,6 +262,17 @@ class Engines:
         return run
 
 
+@contextlib.contextmanager
+def closing(loop: Any) -> Iterator[None]:
+    """Close the backend of an engine at the end, and its store if it has one."""
+    with contextlib.closing(loop.backend):
+        try:
+            yield
+        finally:
+            if loop.stored is not None:
+                loop.stored.close()
+
+
 def without_end(ask: Ask, block: int) -> Ask:
     """Return a request with the first half of the prompt, and at least a block of it."""
     length, tensors = min(max(len(ask.prompt) // 2, block) + 1, len(ask.prompt)), dict(ask.tensors)
@@ -250,6 +291,8 @@ def prepared(loop: Any, world: World, run: Run) -> Any:
     if loop.stored is not None:
         stored = loop.stored
         stored._threads = HeldThreads(world.seed % 3)
+        if world.has_contexts:
+            stored._fetchers = HeldThreads()
         take_ready = stored.take_ready
 
         def noted() -> list[Any]:
@@ -308,7 +351,7 @@ def plain_world(world: World) -> World:
     plain.__dict__ |= world.__dict__ | {
         "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
         "most_tokens": None, "host_blocks": 0, "tensor_size": 1, "num_stages": 1,
-        "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2), "has_disk": False,
+        "num_blocks": 6 * 3 * (MAX_SEQ_LEN // world.block + 2), "has_disk": False, "has_contexts": False,
         "kv": {name: value for name, value in world.kv.items() if not name.startswith(("enable", "disk"))},
         "options": {name: value for name, value in world.options.items() if name in kept},
         "asks": [dataclasses.replace(ask, fate="") for ask in world.asks]}

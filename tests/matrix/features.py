@@ -370,6 +370,41 @@ class Speculation(Feature):
         patch.setattr(advance, "_reject_drafts", lambda *given: None)
 
 
+class Disaggregation(Feature):
+    """Another engine has computed the prompts, and hands their blocks over."""
+
+    letter, name, page = "D", "prompts from another engine", "kv-cache.md#prompts-computed-in-another-engine"
+    models = ("llama",)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv |= {"enable_block_reuse": True}
+        world.host_blocks = max(world.host_blocks, draw.choice([12, 24, 60]))
+        world.has_contexts = True
+
+    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
+        ask.prompt_length = max(ask.prompt_length, draw.choice([1, 2, 3]) * world.block + draw.choice([1, 3]))
+
+    def proof(self, run: "Run") -> set[int]:
+        """The requests that waited for blocks of the other engine, and began after them."""
+        begun_later = {request_id for request_id, start, _, end_before in run.chunks() if start > end_before == 0}
+        return run.loaded & begun_later
+
+    def plant(self, patch: Any) -> None:
+        """The engine that computes prompts sends the contents of other host blocks."""
+        from batch_manager.stores.handed_blocks import HandedBlocks
+
+        answer = HandedBlocks._answer
+
+        def mixed(self: Any, *arguments: Any) -> str:
+            host_block, num_blocks = self._host_block, self._cache.host.num_blocks
+            self._host_block = lambda host_id: host_block(num_blocks - 1 - host_id)
+            try:
+                return answer(self, *arguments)
+            finally:
+                self._host_block = host_block
+        patch.setattr(HandedBlocks, "_answer", mixed)
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
-    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation())}
+    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation(), Disaggregation())}

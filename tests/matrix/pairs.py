@@ -12,23 +12,24 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALVTYKS"
+ORDER = "CRPWNBGALVTYKSD"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V  T  Y  K  S
-  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =
-  R      =  =  =  -  =  =  =  =  -  =  =  =  =
-  P         =  =  =  =  =  =  =  -  =  =  =  =
-  W            =  =  =  =  =  =  =  =  =  =  =
-  N               =  =  =  =  =  =  =  =  -  =
-  B                  =  r  =  =  =  =  =  =  -
-  G                     =  =  =  =  =  =  =  -
-  A                        =  =  r  =  r  =  r
-  L                           =  r  =  =  =  =
-  V                              =  r  r  -  r
-  T                                 =  =  r  r
-  Y                                    =  r  r
-  K                                      =  =
-  S                                           =
+      C  R  P  W  N  B  G  A  L  V  T  Y  K  S  D
+  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =  =  =  =
+  P         =  =  =  =  =  =  =  -  =  =  =  =  =
+  W            =  =  =  =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =  -  =  r
+  B                  =  r  =  =  =  =  =  =  -  =
+  G                     =  =  =  =  =  =  =  -  =
+  A                        =  =  r  =  r  =  r  =
+  L                           =  r  =  =  =  =  =
+  V                              =  r  r  -  r  r
+  T                                 =  =  r  r  r
+  Y                                    =  r  r  r
+  K                                      =  =  =
+  S                                           =  =
+  D                                             =
 """
 
 
@@ -84,6 +85,15 @@ REASONS: dict[str, Reason] = {
     "BK": Reason("of requests with beams, the blocks of the prompt are saved"),
     "VK": Reason("as with block reuse", off="K", says=(
         "KvCacheConfig.enable_block_reuse is switched off: TrtGptModelType.V1 computes every prompt in full")),
+    "ND": Reason("sinks reuse nothing", says=(
+        "kv_transfer_config is set, and KvCacheConfig has sink_token_length=...; only reusable blocks are handed over; "
+        "set enable_block_reuse, without sink tokens")),
+    "VD": Reason("a static batch reuses nothing", says=(
+        "kv_transfer_config is set with TrtGptModelType.V1; a padded batch has no reusable blocks; leave it out, or "
+        "use InflightFusedBatching")),
+    **dict.fromkeys(("TD", "YD"), Reason("no rank has whole blocks", says=(
+        "kv_transfer_config is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
+        "kv_transfer_config out"))),
     **dict.fromkeys(("TK", "YK"), Reason("no rank has whole blocks", says=(
         "disk_cache_path is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
         "disk_cache_path out"))),
@@ -133,8 +143,8 @@ PAGE = """\
 # What works together
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
-model and on small models of Llama and Gemma 3; those with the disk cache and several ranks, on Llama; ranks are 2 and 4
-processes. This page is printed from its table. A cell is a pair, or a feature alone.
+model and on small models of Llama and Gemma 3; those with the disk cache, another engine and several ranks, on
+Llama; ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature alone.
 
 {marks}
 

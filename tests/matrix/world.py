@@ -85,7 +85,7 @@ class World:
         self.is_tight, self.host_blocks, self.adapter_pages, self.right = False, 0, 0, 0.0
         self.texts: dict[int, list[int]] = {}
         self.tensor_size = self.num_stages = 1
-        self.has_disk = False
+        self.has_disk = self.has_contexts = False
         self.kv: dict[str, Any] = {}
         self.options: dict[str, Any] = {
             "policy": draw.choice(list(SchedulerPolicy)), "max_beam_width": draw.choice([1, 1, 3]),
