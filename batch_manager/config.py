@@ -340,8 +340,9 @@ class KvTransferConfig:
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{owner}{name} is {value!r:.200}", f"expected one of {', '.join(allowed)}")
         host, peers = "a name or an address of 1 to 255 ASCII characters", self.peers
-        if not is_host(self.host):
-            raise ConfigError(f"{owner}host is {self.host!r:.200}", f"expected {host}", 'pass for instance "10.0.0.1"')
+        if not is_host(self.host) or self.host in ("0.0.0.0", "::"):       # no consumer reaches these
+            raise ConfigError(f"{owner}host is {self.host!r:.200}",
+                              f"expected {host}, at which consumers reach this one", 'pass for instance "10.0.0.1"')
         if peers is not None and not (isinstance(peers, list | tuple) and all(map(is_host, peers))):
             raise ConfigError(f"{owner}peers is {peers!r:.200}", f"expected None, or a tuple of which each is {host}",
                               'pass for instance ("10.0.0.1",)')

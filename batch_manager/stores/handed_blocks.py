@@ -264,10 +264,10 @@ class HandedBlocks(StoredBlocks):
                 ready.append(admitted)
                 continue
             self._figures["KV Transfer Fallbacks"] += 1
-            reason = load.reason or ("is too late" if load.num_right is None else
-                                     "found too few free host blocks here: raise KvCacheConfig.host_cache_size")
-            fact = (f"{found} of {counted(len(load.keys), 'block')} of the prompt are here: the engine at "
-                    f"{load.source.host}:{load.source.port} {reason}")
+            reason = f"the engine at {load.source.host}:{load.source.port} {load.reason or 'is too late'}"
+            if not load.reason and load.num_right is not None:
+                reason = "this engine had too few free host blocks: raise KvCacheConfig.host_cache_size"
+            fact = f"{found} of {counted(len(load.keys), 'block')} of the prompt are here: {reason}"
             if self._config.load_failure_policy == "fail":
                 failed.append((admitted, KvTransferError(fact, "KvTransferConfig.load_failure_policy is 'fail'",
                                                          "send the request as context_and_generation")))

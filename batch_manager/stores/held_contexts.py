@@ -43,8 +43,10 @@ class HeldContexts:
         self.num_blocks = 0
 
     def put(self, held: HeldContext) -> bytes:
-        """Hold a context and return its ticket."""
+        """Hold a context, unless it has no block, and return its ticket."""
         ticket = token_bytes(TICKET_BYTES)
+        if not held.host_ids:
+            return ticket
         with self._lock:
             self._held[ticket] = held
         self.num_blocks += len(held.host_ids)

@@ -106,7 +106,7 @@ SPECULATIVE_OPTIONS = {
 HOSTS = ("", "a\n", "é", "x" * 256, None, 5, b"10.0.0.1")
 TRANSFER_OPTIONS = {
     "role": (("producer", "consumer", "both"), ("prefill", "", None, 5, ["both"])),
-    "host": (("127.0.0.1", "::1", "x" * 255), HOSTS),
+    "host": (("127.0.0.1", "::1", "x" * 255), (*HOSTS, "0.0.0.0", "::")),
     "port": ((0, 1, 65535), (-1, 65536, None, *NO_COUNT)),
     "peers": ((None, (), ("10.0.0.1", "a")), ("10.0.0.1", 5, *((host,) for host in HOSTS))),
     "load_failure_policy": (("recompute", "fail"), ("retry", "", None, 5)),

@@ -110,6 +110,7 @@ def test_a_prompt_is_computed_in_one_engine_and_continued_in_another(pair):
     assert both.go_on(both.context(3), 3) == 1, "all blocks are there, and the ticket is given back"
     both.both(lambda: both.figures()[0]["Held Transfer Blocks"] == 0)
     assert both.go_on(both.context(4, [5, 6, 7]), 4, [5, 6, 7]) == 3, "no full block"
+    assert not both.prefill.loop.stored._held._held, "nothing is held for a prompt without a full block"
     mixed = both.ask(both.decode, 5, PROMPT, 3)
     assert mixed.tokens() == PROMPT + both.decode.expected(PROMPT, 3), "ordinary requests go on as ever"
 
@@ -151,7 +152,7 @@ def test_what_does_not_come_is_computed_or_fails_the_request(pair, prefill, deco
         assert both.go_on(params) == computed
     else:
         final = both.ask(both.decode, 1, PROMPT, 5, request_type="generation_only", context_phase_params=params)
-        assert final.code == "KV_TRANSFER_FAILED", final.error
+        assert final.code == "KV_TRANSFER_FAILED" and " of 10 blocks of the prompt are here: th" in final.error
         assert len(both.decode.client.responses[1]) == 1
     assert both.figures()[1]["KV Transfer Fallbacks"] == 1
 
