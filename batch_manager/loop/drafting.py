@@ -10,22 +10,14 @@ from ..guard import Guard
 from ..handover import DeviceOperation, SlotSetup
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
-from ..sampling_config import NEUTRAL, PARAMETERS
 from ..scheduling.interfaces import SchedulerOutput
 
-# Parameters that `sample_token` itself applies; they are the same for each row of a sequence.
-_OF_THE_DRAW = frozenset({"temperature", "top_k", "top_p", "min_p", "random_seed"})
-_OTHERS = tuple(name for name in PARAMETERS if name not in _OF_THE_DRAW)
 MOST_MISSES, TOKENS_OF_A_REST = 4, 16
 
 
 def is_verified(setup: SlotSetup) -> bool:
-    """Whether a step can verify drafts of the sequence: nothing but its logits decides a token, and only tokens, their
-    log-probabilities and end ids are wanted. Other sequences get no drafts."""
-    return not (setup.has_beams or setup.stop_words or setup.bad_words or setup.embedding_bias is not None
-                or setup.logits_post_processor is not None or setup.return_generation_logits or setup.top_log_probs
-                or setup.raw_log_probs or any(getattr(setup.sampling, name) != getattr(NEUTRAL, name)
-                                              for name in _OTHERS))
+    """Whether a step can verify drafts of the sequence. Several rows of any other sequence are its beams."""
+    return not (setup.has_beams or setup.logits_post_processor is not None)
 
 
 class Drafter(Protocol):
