@@ -71,7 +71,8 @@ def covering(items, size):
         [(name, repr(value)) for name, value in sorted(item.callspec.params.items())], size)) for item in items}
     missing, chosen = set().union(*combinations.values()), []
     while missing:
-        chosen.append(max(items, key=lambda item: len(combinations[item] & missing)))
+        chosen.append(next(item for item in items if combinations[item] & missing) if size == 1 else
+                      max(items, key=lambda item: len(combinations[item] & missing)))
         missing -= combinations[chosen[-1]]
     return chosen
 
