@@ -286,6 +286,7 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
             ("Parts.block_store is set", parts.block_store is not None, "each rank has a part of every block",
              "leave Parts.block_store out"),
             ("cpu_compile is True", params.cpu_compile, packed, "leave cpu_compile out"),
+            ("quantization is set", params.quantization is not None, packed, "leave quantization out"),
             ("cuda_graphs is True", params.cuda_graphs, packed, "leave cuda_graphs out"),
             ("model_implementation is 'transformers'", params.model_implementation == "transformers", whole,
              "leave model_implementation out"),

@@ -82,6 +82,8 @@ class QuantisedMatrixTensors:
             elif scheme.has_zeros:
                 self._tensor("weight_zero_point", ("I8",), (self.outputs, self.groups), *of_tensor)
         name = {"gptq": "g_idx", "packed": "weight_g_idx"}.get(method)
+        if method == "packed" and name in tensors and not scheme.has_order:
+            raise self._fault(name, f"no order of the inputs, by {CONFIG}")
         if name is not None and (name in tensors or scheme.has_order):
             self._tensor(name, ("I32", "I64"), (self.inputs,))
             if not is_meta:
@@ -165,15 +167,21 @@ class QuantisedMatrixTensors:
                 zeros = np.zeros(scales.shape, np.int16)
                 if scheme.has_zeros:
                     zeros = self._scales_of(read["weight_zero_point"], rows, end - first).numpy().astype(np.int16)
+                self._check_finite(scales, "weight_scale")
                 return Piece(levels, scales, zeros)
             levels = unpacked(read["weight_packed"]((rows, slice(None))).numpy(), bits)[:, : self.inputs]
             zeros = np.full(scales.shape, 2 ** (bits - 1), np.int16)
             if scheme.has_zeros:
                 found = unpacked(np.ascontiguousarray(read["weight_zero_point"]((words, slice(None))).numpy().T), bits)
                 zeros = found.T[: end - first].astype(np.int16)
+        self._check_finite(scales, "scales" if "scales" in read else "weight_scale")
         if bits == 8:                    # stored from 0 to 255
             levels, zeros = (levels ^ 128).view(np.int8), zeros - np.int16(128)
         return Piece(np.ascontiguousarray(levels), scales, zeros)
+
+    def _check_finite(self, found: torch.Tensor, suffix: str) -> None:
+        if not found.isfinite().all():
+            raise self._fault(suffix, "finite numbers")
 
     def _scales_of(self, read: Any, rows: slice, count: int) -> torch.Tensor:
         """Read the scales of some outputs, [outputs, groups]. One scale of a whole matrix is repeated."""
@@ -208,6 +216,7 @@ class QuantisedMatrixTensors:
     def _decoded_fp8(self, outputs: range) -> Iterator[tuple[int, torch.Tensor]]:
         scale = self.tensors.get("weight_scale_inv") or self.tensors["weight_scale"]
         scales = scale.read().float()
+        self._check_finite(scales, "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale")
         if self.scheme.block is not None:
             rows, columns = self.scheme.block
             scales = scales.repeat_interleave(rows, 0)[: self.outputs].repeat_interleave(columns, 1)[:, : self.inputs]
@@ -218,6 +227,7 @@ class QuantisedMatrixTensors:
             check_interruption()
             rows = slice(first, min(first + step, outputs.stop))
             found = self.tensors["weight"].read((rows, slice(None))).float()
+            self._check_finite(found, "weight")
             yield first, found * (scales if len(scales) == 1 else scales[rows])
 
 

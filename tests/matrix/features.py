@@ -405,6 +405,35 @@ class Disaggregation(Feature):
         patch.setattr(HandedBlocks, "_answer", mixed)
 
 
+class QuantisedWeights(Feature):
+    letter, name, page = "Q", "quantised weights", "models.md#quantising-while-loading"
+    defines_output = needs_model = True
+    models = ("llama",)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.options["quantization"] = draw.choice(["int8", "int4"])
+        world.block = 16                                # compiled steps, whose products alone read quantised weights
+
+    def proof(self, run: "Run") -> set[int]:
+        """All requests, if no step left compiled code. In V1, a step without padding is computed in it."""
+        forms = {name for record in run.records for name in ("Compiled Steps", "Padded Steps", "Packed Steps")
+                 if record.get(name)}
+        return {ask.id for ask in run.world.asks} if forms and "Packed Steps" not in forms else set()
+
+    def plant(self, patch: Any) -> None:
+        """Every second engine quantises its weights in the other way."""
+        from batch_manager.layers import linear
+
+        quantised, seen, other = linear.quantised, [], {"int8": "int4", "int4": "int8"}
+
+        def in_turns(stored: Any, quantization: str, weights: Any) -> Any:
+            if weights not in seen:
+                seen.append(weights)
+            return quantised(stored, other[quantization] if len(seen) % 2 else quantization, weights)
+        patch.setattr(linear, "quantised", in_turns)
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
-    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation(), Disaggregation())}
+    StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation(), Disaggregation(),
+    QuantisedWeights())}

@@ -12,24 +12,25 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALVTYKSD"
+ORDER = "CRPWNBGALVTYKSDQ"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V  T  Y  K  S  D
-  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =  =
-  R      =  =  =  -  =  =  =  =  -  =  =  =  =  =
-  P         =  =  =  =  =  =  =  -  =  =  =  =  =
-  W            =  =  =  =  =  =  =  =  =  =  =  =
-  N               =  =  =  =  =  =  =  =  -  =  r
-  B                  =  r  =  =  =  =  =  =  -  =
-  G                     =  =  =  =  =  =  =  -  =
-  A                        =  =  r  =  r  =  r  =
-  L                           =  r  =  =  =  =  =
-  V                              =  r  r  -  r  r
-  T                                 =  =  r  r  r
-  Y                                    =  r  r  r
-  K                                      =  =  =
-  S                                           =  =
-  D                                             =
+      C  R  P  W  N  B  G  A  L  V  T  Y  K  S  D  Q
+  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =  =  =  =  =
+  P         =  =  =  =  =  =  =  -  =  =  =  =  =  =
+  W            =  =  =  =  =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =  -  =  r  =
+  B                  =  r  =  =  =  =  =  =  -  =  =
+  G                     =  =  =  =  =  =  =  -  =  =
+  A                        =  =  r  =  r  =  r  =  =
+  L                           =  r  =  =  =  =  =  =
+  V                              =  r  r  -  r  r  =
+  T                                 =  =  r  r  r  r
+  Y                                    =  r  r  r  r
+  K                                      =  =  =  =
+  S                                           =  =  =
+  D                                             =  =
+  Q                                                =
 """
 
 
@@ -108,6 +109,10 @@ REASONS: dict[str, Reason] = {
     **dict.fromkeys(("TS", "YS"), Reason("ranks verify no drafts yet", says=(
         "speculative_config is set, and parallel_config has 2 ranks; several ranks verify no draft tokens yet; leave "
         "speculative_config out"))),
+    **dict.fromkeys(("TQ", "YQ"), Reason("steps of ranks are not compiled", says=(
+        "quantization is set, and parallel_config has 2 ranks; their steps have the form packed alone; leave "
+        "quantization out"))),
+    "KQ": Reason("blocks are of the same weights, quantised in the same way"),
 }
 
 
@@ -143,8 +148,8 @@ PAGE = """\
 # What works together
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
-model and on small models of Llama and Gemma 3; those with the disk cache, another engine and several ranks, on
-Llama; ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature alone.
+model and on small models of Llama and Gemma 3; those with the disk cache, another engine, quantised weights or several
+ranks, on Llama; ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature alone.
 
 {marks}
 

@@ -18,7 +18,7 @@ MOST_WORLDS = 5
 MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
             ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False), ("CRPWLS", SCRIPTED, True),
-            ("CRPLS", "llama", True), ("PNLS", "gemma3", False)]
+            ("CRPLS", "llama", True), ("PNLS", "gemma3", False), ("CRPLSQ", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",
@@ -43,6 +43,13 @@ def can_run(letters: str, model: str) -> bool:
 def skip_without_extras(letters: str, model: str) -> None:
     for name in (*(["torch"] if model != SCRIPTED else []), *(["llguidance", "tokenizers"] if "G" in letters else [])):
         pytest.importorskip(name)
+    if "Q" in letters:
+        from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+
+        try:
+            load_library()
+        except CannotCompileError as error:
+            pytest.skip(str(error))
 
 
 def run_cell(engines: Engines, letters: str, model: str) -> tuple[str, int]:

@@ -72,7 +72,7 @@ class World:
     right         probability that a draft is right
     texts         request id -> its output alone, which the drafter knows
 
-    exact         set `deterministic`, with the same requests otherwise
+    exact         set `deterministic`, with the same requests otherwise, and weights as they are stored
     """
 
     def __init__(self, letters: str, seed: int, model: str, *, exact: bool = False) -> None:
@@ -97,7 +97,7 @@ class World:
             feature.engine(self, draw)
         self._draw_options(draw)
         if exact and not self.is_scripted:
-            self.options["deterministic"] = True
+            self.options |= {"deterministic": True, "quantization": None}
         self.is_exact = self.is_scripted or "deterministic" in self.options and self.tensor_size == 1
         self.asks = self._draw_asks(draw)
         most = max(self._most_blocks(ask) for ask in self.asks)
@@ -118,7 +118,7 @@ class World:
 
         if not set(self.letters) & set("AV") and maybe("overlap", 0.3):
             self.options["enable_trt_overlap"] = True
-        if not self.is_scripted and maybe("deterministic", 0.2):
+        if not self.is_scripted and "Q" not in self.letters and maybe("deterministic", 0.2):
             self.options["deterministic"] = True
         if maybe("more active requests than a step has", 0.2) and "V" not in self.letters:
             self.options["max_num_sequences"] = 9

@@ -224,6 +224,11 @@ def replace_tensor(suffix, change):
     return changed
 
 
+def spoil(tensor):
+    tensor.view(-1)[3] = float("nan")
+    return tensor
+
+
 def drop(suffix):
     return lambda config, tensors: tensors.pop(f"{DOWN}.{suffix}")
 
@@ -242,6 +247,13 @@ def drop(suffix):
     ("GPTQ", replace_tensor("g_idx", lambda found: found + 4), "g_idx' is .*; expected groups in 0..3"),
     ("GPTQ with an order", drop("g_idx"), "g_idx' is missing; expected I32 or I64"),
     ("GPTQ", drop("scales"), "scales' is missing"),
+    ("AWQ", replace_tensor("scales", spoil), "scales' is .*; expected finite numbers"),
+    ("int8 levels", replace_tensor("weight_scale", spoil), "weight_scale' is .*; expected finite numbers"),
+    ("fp8 in blocks", replace_tensor("weight_scale_inv", spoil), "weight_scale_inv' is .*; expected finite numbers"),
+    ("fp8 in blocks", replace_tensor("weight", lambda found: spoil(found.float()).to(found.dtype)),
+     "down_proj.weight' is .*; expected finite numbers"),
+    ("packed", lambda config, tensors: tensors.update({f"{DOWN}.weight_g_idx": torch.arange(512).int() // 128}),
+     "weight_g_idx' is .*; expected no order of the inputs"),
     ("AWQ", set_(version="gemv"), "version is 'gemv'; expected one of 'gemm'"),
     ("AWQ", set_(zero_point=False), "zero_point is False; expected one of True"),
     ("AWQ", set_(quant_method="gptq", zero_point=None, version=None), "(qweight|scales|g_idx)' is"),
