@@ -25,6 +25,7 @@ from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
 from ..triton_kernels.dispatch import use_triton
+from ..weights.digest import identities
 from . import packing
 from .adapters.pool import LoraPool
 from .adapters.port import LoraPort
@@ -90,8 +91,10 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                           "leave quantization out")
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
+    files = identities(model_path)                        # those that are read next, unless they are replaced meanwhile
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
                    part=part)
+    files = files if identities(model_path) == files else {}
     sizes = _sizes(params, loaded, layout, num_slots, max_beam_width, max_draft_tokens, "graph" not in absent)
     windows, sink, spec = _windows(model_path, params, loaded.spec, sizes.max_seq_len, part)
     memory = divide_memory(params, loaded, sizes, sink, port, part)
@@ -135,7 +138,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             forms = make_forms(asked, absent, parts, loaded, spec, graph_sizes=sizes.graphs, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, sizes.step_tokens), own_stages=stages)
         return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held,
-                             partial(cache_fingerprint, model_path, params, loaded, windows, num_threads))
+                             partial(cache_fingerprint, files, params, loaded, windows, num_threads))
 
 
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),

@@ -1,9 +1,9 @@
 """What the content of a KV cache block depends on besides its tokens, adapter and cache_salt."""
 
-import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
@@ -14,14 +14,17 @@ from ..weights.digest import content_digest
 VERSION = 1                      # of the layout of a block
 
 
-def cache_fingerprint(model_path: str | os.PathLike[str], params: TrtGptModelOptionalParams, loaded: LoadedModel,
+def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModelOptionalParams, loaded: LoadedModel,
                       windows: Sequence[int | None], num_threads: int | None) -> bytes:
     """Return a digest of the weights and of the options that change a block. Reads the checkpoint, so it takes seconds.
 
-    With `deterministic`, also of machine, build of torch and threads, on which the bits depend. Raises OSError.
+    files   `identities` of the checkpoint from before it was loaded
+
+    With `deterministic`, also of machine, build of torch and threads, on which the bits depend. Raises OSError, also if
+    a file is not the one that was loaded.
     """
     kv = params.kv_cache_config
-    facts = [VERSION, content_digest(model_path, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
+    facts = [VERSION, content_digest(files, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
              params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
     if params.quantization is not None:
         facts.append(params.quantization)

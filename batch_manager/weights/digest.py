@@ -1,9 +1,12 @@
 """A digest of a checkpoint, by which ranks find out whether they load the same model."""
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
+
+from .gguf_checkpoint import SHARD_NAME
 
 SAMPLES = 16                     # of each file, at equal distances
 SAMPLE_BYTES = 1 << 16
@@ -15,13 +18,10 @@ def checkpoint_digest(model_path: str | os.PathLike[str]) -> str:
     Equal for copies of a checkpoint, in any folder. Other weights of the same shapes have another digest unless they
     differ in few places. Returns "" for a path without such files, which the loader refuses with a better reason.
     """
-    path = Path(model_path)
-    files = [path] if path.is_file() else sorted(
-        file for pattern in ("config.json", "*.safetensors") for file in path.glob(pattern))
-    digest = sha256()
+    digest, files = sha256(), weight_files(model_path)
     for file in files:
         size = file.stat().st_size
-        digest.update(f"{'' if path.is_file() else file.name} {size} ".encode())
+        digest.update(f"{file.name if len(files) > 1 else ''} {size} ".encode())
         with open(file, "rb") as content:
             for sample in range(SAMPLES):
                 content.seek(size * sample // SAMPLES)
@@ -29,26 +29,49 @@ def checkpoint_digest(model_path: str | os.PathLike[str]) -> str:
     return digest.hexdigest() if files else ""
 
 
-def content_digest(model_path: str | os.PathLike[str], kept_in: str | os.PathLike[str] | None = None,
+def weight_files(model_path: str | os.PathLike[str]) -> list[Path]:
+    """Return config.json and the weight files of a folder, or all shards of a GGUF file, by name."""
+    path = Path(model_path)
+    if not path.is_file():
+        return sorted(file for pattern in ("config.json", "*.safetensors") for file in path.glob(pattern))
+    name = SHARD_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    return [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}{name[4]}") for number in range(1, int(name[3]) + 1)]
+
+
+def identities(model_path: str | os.PathLike[str]) -> dict[Path, tuple[int, ...]]:
+    """Return device, number, size and times of each weight file: take them before the weights are read. A file that is
+    missing has none, and the loader refuses it."""
+    found = {}
+    for file in weight_files(model_path):
+        with suppress(OSError):
+            found[file] = _identity(file.stat())
+    return found
+
+
+def content_digest(files: Mapping[Path, tuple[int, ...]], kept_in: str | os.PathLike[str] | None = None,
                    may_write: bool = True) -> str:
     """Return 64 hexadecimal digits for all bytes of config.json and of the weight files.
 
+    files       `identities` from before and after the weights were read: the digest is that of these bytes; empty: they
+                were different
     kept_in     folder in which the digest of a file is kept, under its device, number, size and times; None: nowhere
 
-    Raises OSError.
+    Raises OSError, also for a file that was changed or replaced since.
     """
-    path = Path(model_path)
-    files = [path] if path.is_file() else sorted(
-        file for pattern in ("config.json", "*.safetensors") for file in path.glob(pattern))
+    if not files:
+        raise OSError("the files of the checkpoint were changed or replaced while they were loaded")
     digest = sha256()
-    for file in files:
-        digest.update(f"{'' if path.is_file() else file.name} {_digest_of_file(file, kept_in, may_write)} ".encode())
+    for file, identity in files.items():
+        of_file = _digest_of_file(file, identity, kept_in, may_write)
+        digest.update(f"{file.name if len(files) > 1 else ''} {of_file} ".encode())
     return digest.hexdigest()
 
 
-def _digest_of_file(file: Path, kept_in: str | os.PathLike[str] | None, may_write: bool) -> str:
-    found = file.stat()
-    name = sha256(repr((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)).encode())
+def _digest_of_file(file: Path, identity: tuple[int, ...], kept_in: str | os.PathLike[str] | None,
+                    may_write: bool) -> str:
+    name = sha256(repr(identity).encode())
     kept = None if kept_in is None else Path(kept_in) / f"weights-{name.hexdigest()}"
     if kept is not None:
         with suppress(OSError, UnicodeDecodeError):
@@ -57,10 +80,17 @@ def _digest_of_file(file: Path, kept_in: str | os.PathLike[str] | None, may_writ
             if check == sha256(digest.encode()).hexdigest():
                 return digest
     with open(file, "rb") as content:
+        is_same = _identity(os.fstat(content.fileno())) == identity
         digest = file_digest(content, "sha256").hexdigest()
+        if not is_same or _identity(os.fstat(content.fileno())) != identity:
+            raise OSError(f"{file.name} was changed or replaced after it was loaded")
     if kept is not None and may_write:
         with suppress(OSError):
             temporary = kept.with_name(f"tmp-{os.getpid()}-{kept.name}")
             temporary.write_text(f"{digest} {sha256(digest.encode()).hexdigest()}", "ascii")
             os.replace(temporary, kept)
     return digest
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
