@@ -56,7 +56,7 @@ class KvCacheConfig:
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     disk_cache_path            directory that keeps reusable blocks for later runs of the engine, and for other engines;
                                made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks
-    disk_cache_size            largest number of bytes of all files in the directory; needed unless it is only read
+    disk_cache_size            largest number of bytes of all blocks in the directory; needed unless it is only read
     disk_cache_read_only       use what is in the directory, and change nothing
     disk_io_threads            threads that read and write it
     disk_min_tokens            fewer tokens of a prompt are computed, not loaded
@@ -129,13 +129,14 @@ class KvCacheConfig:
                 raise ConfigError(f"disk_cache_size is {self.disk_cache_size:,} but disk_cache_path is not set",
                                   "it is the size of that directory", "set both or neither")
             return
-        if not isinstance(path, str | PathLike) or not isinstance(fspath(path), str) or not fspath(path):
+        if not isinstance(path, str | PathLike) or not isinstance(fspath(path), str) or not fspath(path) or (
+                "\0" in fspath(path)):
             raise ConfigError(f"KvCacheConfig.disk_cache_path is {path!r:.200}",
                               "expected the path of a directory, or None", "pass a str or a pathlib.Path")
         object.__setattr__(self, "disk_cache_path", fspath(path))
         if self.disk_cache_size is None and not self.disk_cache_read_only:
             raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but disk_cache_size is not set",
-                              "expected the largest number of bytes of its files",
+                              "expected the largest number of bytes of its blocks",
                               "set disk_cache_size, or disk_cache_read_only")
         if not self.enable_block_reuse:
             raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but enable_block_reuse is not set",
@@ -438,9 +439,9 @@ class TrtGptModelOptionalParams:
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
-                                without beams and post-processors, except with InferenceRequest(speculation=False);
-                                run_ahead is then off. None: no drafts. Refused with TrtGptModelType.V1,
-                                Parts.stages and several ranks
+                                whose tokens their logits and the seed alone decide, except with
+                                InferenceRequest(speculation=False); run_ahead is then off. None: no drafts. Refused
+                                with TrtGptModelType.V1, Parts.stages and several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
                                 enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks

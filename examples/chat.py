@@ -142,6 +142,10 @@ def main() -> int:
     parser.add_argument("--device", help="such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="dtype of weights and activations: float32, bfloat16, ...")
     parser.add_argument("--no-block-reuse", action="store_true", help="compute the whole conversation in each turn")
+    parser.add_argument("--disk-cache-path", metavar="FOLDER",
+                        help="keep what was computed in this folder, so that it is not computed again tomorrow")
+    parser.add_argument("--disk-cache-size", type=int, default=4 << 30, metavar="BYTES",
+                        help="most bytes of it (4 GiB)")
     options = parser.parse_args()
     model = options.model or smollm2_path()
     if model is None:
@@ -163,7 +167,9 @@ def main() -> int:
         chat_prompt(model, [{"role": "user", "content": "Hello"}])    # to fail early if there is no template
         llm = LLM(model, return_stats=records.append, max_batch_size=1, device=options.device, dtype=options.dtype,
                   enable_chunked_context=True, max_num_tokens=512,    # short steps: Ctrl-C waits for the end of a step
-                  kv_cache_config=KvCacheConfig(enable_block_reuse=not options.no_block_reuse))
+                  kv_cache_config=KvCacheConfig(
+                      enable_block_reuse=not options.no_block_reuse, disk_cache_path=options.disk_cache_path,
+                      disk_cache_size=None if options.disk_cache_path is None else options.disk_cache_size))
     except BatchManagerError as error:
         print(f"chat: {error}", file=sys.stderr)
         return 1

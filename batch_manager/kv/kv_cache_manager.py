@@ -310,7 +310,7 @@ class KvCacheManager:
                                           map(np.concatenate, zip(*changed, strict=True))))
         copies: tuple[BlockCopy, ...] = ()
         if self.cache is not None and self.cache.copies:
-            copies, self.cache.copies = tuple(self.cache.copies), []
+            copies = tuple(self.cache.take_copies())
         return Claim(updates, copies, slots.astype(np.int32), lengths.astype(np.int32))
 
     def claim_tokens(self, generation: Sequence[LlmRequest], tokens: int) -> None:

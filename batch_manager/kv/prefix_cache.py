@@ -217,8 +217,16 @@ class PrefixCache:
             self.evicted_blocks += self._lose(in_the_way)
         return reserved
 
-    def take_in(self, domain: Domain, keys: Sequence[BlockKey], start: int, host_ids: Sequence[int]) -> int:
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies that the device must make before any other, and forget them."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def take_in(self, domain: Domain, keys: Sequence[BlockKey], start: int, host_ids: Sequence[int],
+                lora_task_id: int | None) -> int:
         """Make reserved host blocks findable that have the contents of `keys` from `start` on.
+
+        lora_task_id   that of a request for which they were loaded
 
         Returns how many leading ones of `host_ids` were taken. The others stay reserved: another block with the content
         can be found already, or the block that they follow cannot be found any more.
@@ -226,6 +234,8 @@ class PrefixCache:
         found = self.index.walk(domain, keys)
         if len(found) != start or not host_ids:
             return 0
+        if self.events is not None:
+            self.events.lora_task_id = lora_task_id
         node = found[-1] if found else self.index.grow_root(domain)
         for taken, (key, host_id) in enumerate(zip(keys[start:], host_ids, strict=False)):
             child = self.index.insert(node, key, None, host_id)

@@ -128,9 +128,9 @@ class GenerationLoop:
             return self.stored is not None and self.failure is None and self._serve_store()
         record = self._fetch(room)
         try:
-            plan = self._schedule(record)
             if self.stored is not None:
                 self.stored.plan()
+            plan = self._schedule(record)
             batch = self._claim(plan, record)
             self._start(batch, plan, record)
             if self.stored is not None and batch is None and not self.window:

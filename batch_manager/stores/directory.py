@@ -5,6 +5,7 @@ name is compared before the content is used, so a wrong file is a miss, never a 
 temporary name and renamed; nothing waits for the disk: after a crash, the digest finds what is torn.
 """
 
+import errno
 import os
 import stat
 import struct
@@ -27,6 +28,7 @@ DIGEST_BYTES = 32
 SUFFIX, TEMPORARY, LOCK_NAME = ".kv", "tmp-", "lock"
 SECONDS_BETWEEN_TOUCHES = SECONDS_OF_A_TEMPORARY_FILE = 3600
 SECONDS_UNTIL_SETTLED = 2.0                    # a change soon after another may leave the time of a folder as it was
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)    # a link, a folder, a device
 EMPTIED = 0.9                                  # share of the limit to which files go when it is reached
 UNSEEN = 1 / 64                                # share that is written below that without a look at the whole directory
 
@@ -36,7 +38,7 @@ class DirectoryStore:
 
     path        the directory, which is made if it is missing. It must belong to the user, and no other may write to
                 it; one that is only read may belong to root
-    limit       bytes of all files, of all models; files that were not used for the longest time go first
+    limit       bytes of all blocks, of all models; those that were not used for the longest time go first
     read_only   change nothing, not even times
     timestamp   () -> seconds since 1970
 
@@ -48,7 +50,8 @@ class DirectoryStore:
         self._path, self._limit, self._read_only, self._timestamp = Path(path), limit, read_only, timestamp
         self._files: dict[bytes, tuple[int, float]] = {}     # key -> bytes, time of the last use
         self._times: dict[str, tuple[int, float]] = {}       # folder -> time of its change, and when that was seen
-        self._total = self._unseen = 0                       # bytes; and of what was saved since the last look at all
+        self._total = 0                                      # bytes of the files, also of those that are being written
+        self._unseen = 0                                     # bytes that were saved since the last look at all files
         self._lock = Lock()
         self.num_damaged = self.num_deleted = 0
         try:
@@ -84,41 +87,50 @@ class DirectoryStore:
         return found
 
     def load(self, blocks: Sequence[StoredBlock], buffers: Sequence[memoryview]) -> int:
+        num_right = len(blocks)
         for number, (block, buffer) in enumerate(zip(blocks, buffers, strict=True)):
             try:
                 is_right = self._read(block, buffer)
             except FileNotFoundError:          # another process deleted it
                 self._forget(block.key)
-                return number
-            if not is_right:
+                return min(number, num_right)
+            if not is_right:                   # the later ones are looked at too, so that all are saved again together
                 self.num_damaged += 1
                 self._delete(block.key)
-                return number
-        return len(blocks)
+                num_right = min(number, num_right)
+        return num_right
 
     def save(self, block: StoredBlock, content: memoryview) -> None:
         if self._read_only or block.key in self._files:
             return
         name = _name_of(block, len(content))
         size = len(name) + len(content) + DIGEST_BYTES
-        if not self._has_room(size):
-            return
-        temporary = self._path / f"{TEMPORARY}{os.urandom(8).hex()}"
+        with self._lock:
+            self._total += size                                  # so that two threads do not take the same room
+        try:
+            if self._has_room():
+                self._write(block.key, name, content)
+                self._note(block.key, size, self._timestamp())
+                self._unseen += size
+        finally:
+            with self._lock:
+                self._total -= size
+
+    def _write(self, key: bytes, name: bytes, content: memoryview) -> None:
+        temporary = self._temporary()
         try:
             with open(temporary, "xb", buffering=0, opener=_private) as file:
                 for part in (name, content, _digest(name, content)):
                     _write(file.fileno(), part)
-            target = self._file(block.key)
+            target = self._file(key)
             with suppress(FileExistsError):
                 os.mkdir(target.parent, 0o700)
             os.rename(temporary, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
-            self._forget(block.key)
+            self._forget(key)
             raise
-        self._note(block.key, size, self._timestamp())
-        self._unseen += size
 
     def figures(self) -> Mapping[str, int]:
         return {"Disk Cache Bytes": self._total, "Disk Cache Blocks": len(self._files),
@@ -139,8 +151,14 @@ class DirectoryStore:
 
     def _read(self, block: StoredBlock, buffer: memoryview) -> bool:
         """Whether the file of a block is right. Its content is then in the buffer."""
+        try:
+            opened = open(self._file(block.key), "rb", buffering=0, opener=_existing)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return False
+            raise
         name = _name_of(block, len(buffer))
-        with open(self._file(block.key), "rb", buffering=0, opener=_existing) as file:
+        with opened as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size != len(name) + len(buffer) + DIGEST_BYTES:
                 return False
@@ -173,9 +191,16 @@ class DirectoryStore:
     def _delete(self, key: bytes) -> None:
         self._forget(key)
         if not self._read_only:
+            path = self._file(key)
             with suppress(OSError):
-                os.unlink(self._file(key))
+                try:
+                    os.unlink(path)
+                except (IsADirectoryError, PermissionError):     # a folder has the name of a block
+                    os.rename(path, self._temporary())
                 self.num_deleted += 1
+
+    def _temporary(self) -> Path:
+        return self._path / f"{TEMPORARY}{os.urandom(8).hex()}"
 
     # All files.
 
@@ -208,16 +233,16 @@ class DirectoryStore:
                 self._total += size - self._files.get(key, (0, 0.0))[0]
                 self._files[key] = size, used_at
 
-    def _has_room(self, size: int) -> bool:
-        """Make room for a file of this size. False: another process is doing that, or the limit is too small.
+    def _has_room(self) -> bool:
+        """Make room for the files that are in `_total`. False: another process does that, or the limit is too small.
 
         Other processes may have saved files since the last look. None saves more than the share UNSEEN without one.
         """
-        if self._total + size <= EMPTIED * self._limit and self._unseen + size <= UNSEEN * self._limit:
+        if self._total <= EMPTIED * self._limit and self._unseen <= UNSEEN * self._limit:
             return True
         self._unseen = 0
         self._scan()
-        if self._total + size <= self._limit:
+        if self._total <= self._limit:
             return True
         with open(self._path / LOCK_NAME, "ab", opener=_private) as lock:
             try:
@@ -227,10 +252,10 @@ class DirectoryStore:
             with self._lock:
                 oldest_first = sorted(self._files, key=lambda key: self._files[key][1])
             for key in oldest_first:
-                if self._total + size <= EMPTIED * self._limit:
+                if self._total <= EMPTIED * self._limit:
                     break
                 self._delete(key)
-        return self._total + size <= self._limit
+        return self._total <= self._limit
 
     def _remove_temporary(self) -> None:
         """Remove what processes left that were killed while they wrote."""

@@ -9,8 +9,9 @@ read. A host block goes to a thread only when the device has carried out everyth
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from ..contained_log import RateLimitedLog, log
@@ -28,11 +29,13 @@ from .interface import KEY_BYTES, BlockStore, StoredBlock
 from .threads import StoreThreads
 
 SAVES_AT_ONCE = 8                # host blocks that loads leave to saves
+LEAST_BLOCKS_OF_A_CALL = 8       # longer loads are divided among the threads
 MOST_WAITING_SAVES = 4096        # blocks; further ones are left out
 MOST_FAILURES, REST_S = 10, 60.0
 SECONDS_BETWEEN_REFRESHES = 5.0
 SECONDS_TO_OPEN = 1.0            # a large checkpoint takes longer the first time; the store is used from then on
 SECONDS_TO_LOAD = 2.0            # after these a request computes its prompt
+SECONDS_WITHOUT_A_SAVE = 10.0    # after these the end of the engine waits no longer for the store
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,20 @@ class Load:
     ticket: int
     num_right: int | None = None
     error: Exception | None = None
+    lora_task_id: int | None = None
+    is_late: bool = False        # a request no longer waits for it
+    parts: list["_Part"] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A share of a load: one call of the store."""
+
+    load: Load
+    start: int
+    end: int
+    num_right: int = 0
+    has_ended: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +97,7 @@ class StoredBlocks:
                  monotonic: Callable[[], float], threads: StoreThreads | None = None) -> None:
         self._store, self._cache, self._host_block = store, cache, host_block
         self._min_tokens, self._monotonic = min_tokens, monotonic
+        self._num_threads = num_threads
         self._threads = StoreThreads(num_threads) if threads is None else threads
         self._make_fingerprint, self._fingerprint = fingerprint, b""
         self._has_begun, self._opened, self._is_closed = False, OneShotEvent(), False
@@ -90,6 +108,7 @@ class StoredBlocks:
         self._loads: dict[bytes, Load] = {}                  # key of the first block -> load, until it has ended
         self._to_save: deque[tuple[StoredBlock, PrefixNode]] = deque()
         self._saving: set[bytes] = set()
+        self._saved_at = float("-inf")                       # when the last save ended, or the first one began
         self._not_submitted: deque[Any] = deque()            # until the device has done what was asked before
         self._num_reserved_for_loads, self._num_saves = 0, 0
         self._ended: deque[Any] = deque()                    # the threads append
@@ -162,7 +181,7 @@ class StoredBlocks:
         blocks = self._named(domain, keys)[len(known):]
         if len(blocks) * cache.tokens_per_block < self._min_tokens:
             return False
-        load = self._loads.get(blocks[0].key) or self._start_load(domain, keys, known, blocks)
+        load = self._loads.get(blocks[0].key) or self._start_load(request, domain, keys, known, blocks)
         if load is not None:
             self._waiting.append(Waiting(admitted, load, self._monotonic() + SECONDS_TO_LOAD))
         return load is not None
@@ -179,7 +198,7 @@ class StoredBlocks:
         except Exception as error:
             self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
 
-    def _start_load(self, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
+    def _start_load(self, request: LlmRequest, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
                     blocks: list[StoredBlock]) -> Load | None:
         unit, host = self._cache.tokens_per_block, self._cache.host
         try:
@@ -194,7 +213,8 @@ class StoredBlocks:
             for host_id in host_ids:
                 host.release(host_id)
             return None
-        load = Load(domain, keys, len(known), blocks[:len(host_ids)], host_ids, self._device_work.num_added)
+        load = Load(domain, keys, len(known), blocks[:len(host_ids)], host_ids, self._device_work.num_added,
+                    lora_task_id=request.lora_task_id)
         self._loads[blocks[0].key] = load
         self._num_reserved_for_loads += len(host_ids)
         self._not_submitted.append(load)
@@ -207,7 +227,11 @@ class StoredBlocks:
         return max(num_blocks - SAVES_AT_ONCE, num_blocks // 2) - self._num_reserved_for_loads
 
     def _reserve(self, count: int, kept: Sequence[PrefixNode]) -> list[int]:
-        """Reserve up to `count` host blocks, and leave the contents of `kept` where they are."""
+        """Reserve up to `count` host blocks, and leave the contents of `kept` where they are.
+
+        Copies that a claim left when it failed may write to those blocks, or be what is kept: they come first.
+        """
+        self._device_work.add(self._cache.take_copies())
         in_host = [node.host_id for node in kept if node.host_id is not None]
         for host_id in in_host:
             self._cache.host.pin(host_id)
@@ -225,10 +249,18 @@ class StoredBlocks:
         for waiting in self._waiting:
             if waiting.load.num_right is None and now < waiting.until:
                 left.append(waiting)
-            else:
-                ended.append(waiting)
+                continue
+            ended.append(waiting)
+            if waiting.load.blocks and waiting.load.num_right is None and not waiting.load.is_late:
+                waiting.load.is_late = True
+                self._note_late(waiting.load)
         self._waiting = left
         return self._judge(ended)
+
+    def _note_late(self, load: Load) -> None:
+        self._log.log(logging.WARNING, "the store takes more than %.0f s to load %s; the prompt is computed",
+                      SECONDS_TO_LOAD, counted(len(load.blocks), "block"))
+        self._count_failure()
 
     def _judge(self, ended: Sequence[Waiting]) -> tuple[list[Admitted], list[tuple[Admitted, RequestError]]]:
         return [waiting.admitted for waiting in ended], []
@@ -262,11 +294,16 @@ class StoredBlocks:
             if len(self._to_save) >= MOST_WAITING_SAVES:
                 self._figures["Store Skipped Saves"] += 1
             elif block.key not in self._saving:
+                if not self.is_saving:
+                    self._saved_at = self._monotonic()
                 self._saving.add(block.key)
                 self._to_save.append((block, node))
 
     def plan(self) -> None:
-        """Ask the device to copy blocks that wait to be saved. Call it before the claim of a step."""
+        """Ask the device to copy blocks that wait to be saved.
+
+        Content in host blocks may be lost for them, so call it before the scheduler counts what can be reused.
+        """
         while self._to_save and self._num_saves < SAVES_AT_ONCE:
             block, node = self._to_save.popleft()
             in_host = node.host_id
@@ -300,8 +337,9 @@ class StoredBlocks:
 
     @property
     def is_saving(self) -> bool:
-        """Whether blocks wait to be saved."""
-        return bool(self._to_save or self._num_saves)
+        """Whether blocks wait to be saved, and the store still saves some."""
+        return bool(self._to_save or self._num_saves) and (
+            self._monotonic() - self._saved_at < SECONDS_WITHOUT_A_SAVE)
 
     def collect(self) -> None:
         """Hand over what the device has copied, and take back what the threads have done."""
@@ -310,10 +348,10 @@ class StoredBlocks:
             self._take_back(self._ended.popleft())
 
     def _take_back(self, ended: Any) -> None:
-        if isinstance(ended, Load):
-            self._take_in(ended)
+        if isinstance(ended, _Part):
+            self._join(ended)
         else:
-            self._num_saves -= 1
+            self._num_saves, self._saved_at = self._num_saves - 1, self._monotonic()
             self._saving.discard(ended.block.key)
             self._cache.host.release(ended.host_id)
             if ended.error is None:
@@ -344,7 +382,10 @@ class StoredBlocks:
         """End the threads and the store. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._threads.close()
+            if not self._threads.close(SECONDS_WITHOUT_A_SAVE):
+                log.warning("a call of the store has not returned for %.0f s; the engine ends without it",
+                            SECONDS_WITHOUT_A_SAVE)
+                return
             try:
                 self._store.close()
             except Exception as error:
@@ -355,23 +396,47 @@ class StoredBlocks:
             self._submit(self._not_submitted.popleft())
 
     def _submit(self, due: Any) -> None:
-        self._threads.submit(partial(self._run, due))
+        if not isinstance(due, Load):
+            self._threads.submit(partial(self._run_save, due))
+            return
+        count = len(due.blocks)
+        num_parts = max(min(self._num_threads, count // LEAST_BLOCKS_OF_A_CALL), 1)
+        ends = [count * part // num_parts for part in range(num_parts + 1)]
+        due.parts = [_Part(due, start, end) for start, end in pairwise(ends)]
+        for part in due.parts:
+            self._threads.submit(partial(self._run_load, part))
 
-    def _run(self, due: Load | _Save) -> None:
-        """On a thread: load or save."""
-        num_right = 0
+    def _run_load(self, part: _Part) -> None:
+        """On a thread: have the store fill the host blocks of a part."""
+        load, blocks = part.load, part.load.blocks[part.start:part.end]
         try:
-            if isinstance(due, Load):
-                loaded = self._store.load(due.blocks, [self._host_block(host_id) for host_id in due.host_ids])
-                num_right = min(max(int(loaded), 0), len(due.blocks))
-            else:
-                self._store.save(due.block, self._host_block(due.host_id))
+            loaded = self._store.load(blocks, [self._host_block(host_id)
+                                               for host_id in load.host_ids[part.start:part.end]])
+            part.num_right = min(max(int(loaded), 0), len(blocks))
         except Exception as error:
-            due.error = error
-        if isinstance(due, Load):
-            due.num_right = num_right
-        self._ended.append(due)
+            load.error = error
+        self._ended.append(part)
         self.wake()
+
+    def _run_save(self, save: _Save) -> None:
+        """On a thread: have the store save a block."""
+        try:
+            self._store.save(save.block, self._host_block(save.host_id))
+        except Exception as error:
+            save.error = error
+        self._ended.append(save)
+        self.wake()
+
+    def _join(self, part: _Part) -> None:
+        """Note that a part of a load has ended. The last one ends the load."""
+        part.has_ended, load = True, part.load
+        if all(each.has_ended for each in load.parts):
+            load.num_right = 0
+            for each in load.parts:
+                load.num_right += each.num_right
+                if each.num_right < each.end - each.start:
+                    break
+            self._take_in(load)
 
     def _take_in(self, load: Load) -> None:
         """Make loaded blocks findable, below the block that they follow if it still is."""
@@ -382,7 +447,7 @@ class StoredBlocks:
         if load.error is not None:
             num_right = 0
             self._note_failure("load", load.error)
-        else:
+        elif not load.is_late:
             self._failures_in_a_row = 0
         taken = self._take_in_blocks(load, num_right)
         self._figures["Store Loads"] += 1
@@ -391,7 +456,8 @@ class StoredBlocks:
 
     def _take_in_blocks(self, load: Load, num_right: int) -> int:
         """Make the first `num_right` blocks findable, and give back the other host blocks. Returns how many can be."""
-        taken = self._cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right])
+        taken = self._cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right],
+                                    load.lora_task_id)
         for host_id in load.host_ids[taken:]:
             self._cache.host.release(host_id)
         return taken
@@ -405,9 +471,12 @@ class StoredBlocks:
         return blocks
 
     def _note_failure(self, method: str, error: Exception) -> None:
-        self._failures_in_a_row += 1
         self._log.log(logging.WARNING, "`%s` of the store raised %s; what it has is computed", method, type_name(error),
                       raised=error)
+        self._count_failure()
+
+    def _count_failure(self) -> None:
+        self._failures_in_a_row += 1
         if self._failures_in_a_row >= MOST_FAILURES:
             self._failures_in_a_row, self._rests_until = 0, self._monotonic() + REST_S
             self._drop_saves()

@@ -1,6 +1,7 @@
 """The threads on which stores read and write."""
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -25,13 +26,15 @@ class StoreThreads:
                 self._threads.append(thread)
         self._jobs.put(job)
 
-    def close(self) -> None:
-        """End the threads after the submitted jobs. Idempotent."""
+    def close(self, seconds: float = 10.0) -> bool:
+        """End the threads after the submitted jobs. Idempotent. Returns False if one still runs after these seconds."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)
+        until = time.monotonic() + seconds
         for thread in threads:
-            thread.join()
+            thread.join(max(until - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser.add_argument("--max-cpu-loras", type=at_least(1), metavar="N", help="and on the host (1 GiB)")
     add_shared(parser.add_argument, "--max-lora-rank", shown="64")
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype", "--quantization",
-                 "--speculative-config"):
+                 "--speculative-config", "--disk-cache-path", "--disk-cache-size"):
         add_shared(parser.add_argument, name)
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         add_shared(parser.add_argument, name, shown="1", default=1)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
         adapters = AdapterOptions.of(**wanted) if has_adapters else None
         if rank_of(config) > 0:
             cache = {} if adapters is None else {"peft_cache_config": adapters.cache(*models)}
-            fields = {"block_reuse", "kv_events_config", *TrtGptModelOptionalParams.__dataclass_fields__}
+            fields = {"block_reuse", *engine_params.__kwdefaults__, *TrtGptModelOptionalParams.__dataclass_fields__}
             return follow(*models, engine_params(parallel_config=config, **cache, **{
                 name: value for name, value in given.items() if name in fields}))
         check_port(host, port)

@@ -65,6 +65,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--max-tokens-in-paged-kvcache": ("size of the KV cache pool in tokens", {"type": at_least(1), "metavar": "N"}),
     "--tokens-per-block": ("tokens in a block of the KV cache", {"type": int, "choices": BLOCK_SIZES}),
     "--block-reuse": ("KvCacheConfig.enable_block_reuse", {"action": FLAG}),
+    "--disk-cache-path": ("keep reusable blocks of prompts in this folder, for later runs too", {"metavar": "FOLDER"}),
+    "--disk-cache-size": ("most bytes of the blocks in --disk-cache-path", {"type": at_least(1), "metavar": "BYTES"}),
     "--kv-cache-free-gpu-mem-fraction": ("share of the free memory for the KV cache pool", {
         "type": positive, "metavar": "X"}),
     "--max-seq-len": ("most tokens of a prompt and its output together", {"type": at_least(1), "metavar": "N"}),

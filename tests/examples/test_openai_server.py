@@ -21,6 +21,8 @@ openai = pytest.importorskip("openai", reason="openai is not installed: the Open
 pytest.importorskip("starlette", reason="starlette is not installed: the OpenAI server was not tried")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
 pytest.importorskip("torch")
+msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed: the OpenAI server was not tried")
+zmq = pytest.importorskip("zmq", reason="pyzmq is not installed: the OpenAI server was not tried")
 
 from batch_manager.errors import ConfigError  # noqa: E402
 from batch_manager.extras.openai import application  # noqa: E402
@@ -28,6 +30,7 @@ from batch_manager.extras.openai.responses import LARGEST_BODY  # noqa: E402
 from batch_manager.extras.openai.server import FewAlike  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
 from batch_manager.tools import serve  # noqa: E402
+from tests.harness.ports import free_port  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER = load_tokenizer(REPOSITORY / "examples" / "models" / "austen-4m")
@@ -114,8 +117,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
+    disk, replay = tmp_path_factory.mktemp("disk") / "cache", f"tcp://127.0.0.1:{free_port()}"
+    events = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": replay}
     server = Server(folder, tmp_path_factory.mktemp("logs") / "log", "--max-batch-size", "8", "--max-queued-requests",
-                    "16", "--allowed-origins", ORIGIN)
+                    "16", "--allowed-origins", ORIGIN, "--disk-cache-path", str(disk), "--disk-cache-size", "50000000",
+                    "--kv-events-config", json.dumps(events))
+    server.disk, server.replay = disk, replay
     yield server
     server.end()
 
@@ -340,6 +347,38 @@ def test_metrics_count_what_was_served(server):
     assert after["vllm:generation_tokens_total"] - before.get("vllm:generation_tokens_total", 0) == 7
     assert after["vllm:e2e_request_latency_seconds_count"] - before["vllm:e2e_request_latency_seconds_count"] == 1
     assert after["vllm:num_requests_running"] == 0
+
+
+def test_prompts_are_told_to_subscribers_and_kept_on_disk(server):
+    words = " ".join(f"{number} ladies" for number in range(40))
+    httpx.post(f"{server.url}/v1/completions", json={"prompt": words, "max_tokens": 1}, timeout=60)
+    num_blocks = len(TOKENIZER.encode(words).ids) // 64
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.linger = 0
+        replay.connect(server.replay)
+        stored, deadline = [], time.monotonic() + 60
+        while not any(len(event["block_hashes"]) >= num_blocks for event in stored):
+            assert time.monotonic() < deadline, stored
+            replay.send_multipart((b"", (0).to_bytes(8, "big")))
+            while (batch := replay.recv_multipart())[1] != (-1).to_bytes(8, "big", signed=True):
+                stored += [event for event in msgspec.msgpack.decode(batch[2])["events"]
+                           if event["type"] == "BlockStored"]
+    while len(list(server.disk.glob("??/*.kv"))) < num_blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert num_blocks >= 2
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--disk-cache-path", "x"], "disk_cache_size is not set"),
+    (["--disk-cache-size", "5"], "disk_cache_path is not set"), (["--disk-cache-size", "0"], "--disk-cache-size"),
+    (["--disk-cache-path", "x", "--disk-cache-size", "5", "--no-block-reuse"], "enable_block_reuse is not set")])
+def test_a_disk_cache_that_cannot_be_is_refused(options, words, capsys):
+    try:
+        status = serve.main([str(SERVER.parent / "models" / "austen-4m"), "--port", "0", *options])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and words in capsys.readouterr().err
 
 
 def test_a_server_can_be_watched(server):

@@ -30,5 +30,6 @@ class HeldThreads:
         while self.jobs:
             self.jobs.pop(0)()
 
-    def close(self) -> None:
+    def close(self, seconds: float = 0.0) -> bool:
         self.run()
+        return True

@@ -19,7 +19,7 @@ from batch_manager.errors import DeviceLostError
 from batch_manager.handover import LENGTH, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, _drafts_of
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, ScriptedStep, _drafts_of
 
 from .drawing import Drawing
 from .faults import Faults, Place
@@ -77,6 +77,7 @@ class SimulatedDevice(ScriptedBackend):
         self._before_step, self._check_rule = before_step, check
         self.stamps: dict[int, tuple] | None = {} if is_reused else None
         self._host_stamps: dict[int, tuple] = {}
+        self._host_ids: list[int] = []                              # whose memory was asked for since they were taken
         self.num_found = self.num_partly_found = self.num_brought_back = 0
         self._orders: dict[int, Order] = {}
         self._newest = -1
@@ -113,7 +114,12 @@ class SimulatedDevice(ScriptedBackend):
                              or batch.iteration - 1 in self._failed,
                              "I29: a step failed, and is run again, to which nothing had happened")
 
-    def start(self, batch: ScheduledBatch) -> "SimulatedStep":
+    def start(self, batch: ScheduledBatch) -> "ScriptedStep":
+        if not batch.num_sequences:                                 # operations alone, while nothing else is to be done
+            if self._faults.draw(Place.MODEL) == "model.raises_once":
+                self._faults.hit("model.raises_once")
+                raise RuntimeError("planted")
+            return super().start(batch)
         if self.num_ranks == 1:
             self.launch(batch)
         if self.is_lost:
@@ -143,7 +149,7 @@ class SimulatedDevice(ScriptedBackend):
 
     def _decode(self, batch: ScheduledBatch, step, sums: np.ndarray, failures: dict) -> StepOutput:
         output = super()._decode(batch, step, sums, failures)
-        if self.drawing and not batch.has_drafts:
+        if self.drawing:
             place = {slot: row for row, slot in enumerate(step.slots.tolist())}
             rows = [place[slot] for slot in output.slots.tolist()]
             words = self._words(sums[rows], self._state["salt"][output.slots])
@@ -151,10 +157,6 @@ class SimulatedDevice(ScriptedBackend):
                               self.info.vocab_size)
         self._look_at_beams(output)
         return output
-
-    def _draw_with_drafts(self, slot: int, words: np.ndarray, lengths: np.ndarray):
-        return self.drawing.draw_with_drafts(slot, words, lengths, self.info.vocab_size,
-                                             super()._draw_with_drafts(slot, words, lengths))
 
     def _look_at_beams(self, output: StepOutput) -> None:
         for results in output.hypotheses.values():
@@ -179,6 +181,20 @@ class SimulatedDevice(ScriptedBackend):
             stamps = self._host_stamps if operation.to_host else self.stamps
             stamps[operation.destination] = source.get(operation.source)
             self.num_brought_back += operation.from_host
+
+    def host_block(self, host_id: int) -> memoryview:
+        self._host_ids.append(host_id)
+        return super().host_block(host_id)
+
+    def take_host_ids(self) -> list[int]:
+        taken, self._host_ids = self._host_ids, []
+        return taken
+
+    def host_stamp(self, host_id: int) -> tuple | None:
+        return self._host_stamps.get(host_id)
+
+    def set_host_stamp(self, host_id: int, stamp: tuple | None) -> None:
+        self._host_stamps[host_id] = stamp
 
     def run_all(self) -> None:
         """Run all launched steps, so that the contents of the blocks can be checked."""

@@ -22,6 +22,7 @@ class Place(Enum):
     INPUTS = "inputs"
     ADAPTER = "adapter"
     DRAFTER = "drafter"
+    STORE = "store"
     LIFE = "life"
 
 
@@ -118,6 +119,13 @@ MENU: dict[str, Fault] = _menu(
     (Place.DRAFTER, "raises", "raises", "drafts"),
     (Place.DRAFTER, "nonsense", "returns what are no drafts", "drafts"),
 
+    (Place.STORE, "raises", "a method of the store raises", "host blocks"),
+    (Place.STORE, "full", "the store has no room for a block", "host blocks"),
+    (Place.STORE, "promises", "the store counts blocks that it does not have", "host blocks"),
+    (Place.STORE, "damaged", "a block in the store is damaged", "host blocks"),
+    (Place.STORE, "slow", "the threads of the store do nothing for a while", "host blocks"),
+    (Place.STORE, "other_process", "another process deletes half of the store", "host blocks"),
+
     (Place.LIFE, "shutdown", "is asked for without draining"),
     (Place.LIFE, "twice", "is asked for again"),
     (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
@@ -126,7 +134,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 69
+assert len(MENU) == 75
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

@@ -8,7 +8,7 @@ The index is the engine's table of cached blocks.
     I12  shared blocks are full                      I16  a block is found in its own domain only
     I36  drafts enter a step alone, take no cached block and are gone after it
     I17  without live requests no block is held      C23  nothing is left of ended requests
-    I35  the events of the cache, replayed, are the index
+    I35  the events of the cache, replayed, are the index   I36  the store's traffic, see store.py
 """
 
 from collections.abc import Iterator
@@ -82,6 +82,8 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
     active, intake = loop.active, loop.intake
     waiting = [admitted.request for admitted in intake.waiting.queue]
     preparing = [one.admitted.request for one in intake.waiting.preparing.waiting]
+    loading = [] if loop.stored is None else [one.admitted.request for one in loop.stored._waiting]
+    preparing += loading
     alive = {request.request_id for request in [*active, *waiting, *preparing]}
     if alive != world.history.open.keys():
         yield f"I1: alive are {sorted(alive)}, waiting for a final {sorted(world.history.open)}"
@@ -98,7 +100,7 @@ def leftovers(world: "SimulatedWorld") -> Iterator[str]:
     if loop.adapters is not None:
         for fault in loop.adapters.faults():
             yield f"I34: {fault}"
-        if loop.adapters.store.users.keys() != {request.request_id for request in [*active, *waiting]
+        if loop.adapters.store.users.keys() != {request.request_id for request in [*active, *waiting, *loading]
                                                 if request.adapter is not None}:
             yield "I34: the store counts other requests than those that are alive"
     if not intake._deadlines.keys() <= alive:
@@ -129,13 +131,16 @@ def drafts(world: "SimulatedWorld") -> Iterator[str]:
 def index(world: "SimulatedWorld") -> Iterator[str]:
     """Check I12, I14 and I15: each index entry has the tokens that are in its block."""
     cache, device = world.loop.kv.cache, world.device
-    if world.loop._resources.device_work._operations:    # blocks that are not copied or cleared yet
+    if world.loop._resources.device_work._operations or cache.copies:    # blocks that are not copied or cleared yet
         return
     device.run_all()
     size, owners = device.info.tokens_per_block, world.loop.kv.pool._owners
     seen: set[int] = set()
     for node in cache.index:
         if node.block_id is None:
+            tokens = device._host["token"][node.host_id * size:(node.host_id + 1) * size]
+            if tokens[:len(node.key.tokens)].tolist() != list(node.key.tokens):
+                yield f"I15: host block {node.host_id} can be found under tokens that are not in it"
             continue
         if node.block_id in seen:
             yield f"I14: block {node.block_id} is in the index twice"
@@ -166,8 +171,9 @@ def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan
     yield from world.first_in_line.planned(active, inflight, plan)
     arrivals = world.arrivals
     for ahead, behind in zip(active, active[1:]):
-        if ahead.adapter is not None or behind.adapter is not None:
-            continue                                               # it may have waited for its adapter
+        if ahead.adapter is not None or behind.adapter is not None or world.store is not None and (
+                {ahead.request_id, behind.request_id} & world.store.loading):
+            continue                                               # it may have waited for its adapter or blocks
         if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
             yield f"I24: {ahead} stands ahead of {behind}, which came first"
 

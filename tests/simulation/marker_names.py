@@ -54,6 +54,9 @@ MARKERS = (
     # drafts
     "drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
     "a request with drafts is paused", "drafts and a context in one step",
+    # a store
+    "blocks come from the store", "an idle engine saves", "a load is not waited for", "one load for two",
+    "stopped or timed out while loading",
     # adapters
     "an adapter runs", "an adapter is not in the cache", "an adapter is forgotten while it is in use",
 )
@@ -64,6 +67,8 @@ NEEDS = {
     **dict.fromkeys(("drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
                      "a request with drafts is paused", "drafts and a context in one step"), "drafts"),
     "beams find a prompt in the cache": "reuse", "an adapter runs": "adapters",
+    **dict.fromkeys(("blocks come from the store", "an idle engine saves", "a load is not waited for",
+                     "one load for two", "stopped or timed out while loading"), "host blocks"),
     "an adapter is not in the cache": "adapters", "an adapter is forgotten while it is in use": "adapters",
 }
 KNOWN = frozenset(MARKERS)

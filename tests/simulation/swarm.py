@@ -62,6 +62,7 @@ class Swarm:
     late_ranks   with several ranks: None, or those that begin a step with rank 0, when it is read, as those of the last
                  of several stages do
     rank_callbacks   whether every rank has callbacks
+    stored_blocks, stored_tokens   blocks that the store holds, and fewest tokens of a load; 0 blocks: there is no store
     faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of each event that ends the run, such as a drain
@@ -107,6 +108,8 @@ class Swarm:
     adapter_bytes: int = 0
     drafts: int = 0
     drafts_right: float = 0.0
+    stored_blocks: int = 0
+    stored_tokens: int = 1
 
     @property
     def is_static(self) -> bool:
@@ -175,7 +178,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if iterations is None:
         iterations = iterations_drawn
     possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)
-                and fault.place not in (Place.ADAPTER, Place.DRAFTER)]
+                and fault.place not in (Place.ADAPTER, Place.DRAFTER, Place.STORE)]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
     faults = tuple(fault.name for fault in possible
                    if fault.place not in (Place.LIFE, Place.RANK, Place.INPUTS) and rng.random() < share)
@@ -208,6 +211,17 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         drafts = min(draft_rng.choice([1, 2, 3, 7, 7, 20, 64]), max_num_tokens - 1)
     if drafts:
         faults += tuple(fault.name for fault in menu_of(Place.DRAFTER) if draft_rng.random() < 0.4)
+    store_rng, stored_blocks, stored_tokens = Random(f"store {seed}"), 0, 1
+    if host_blocks and ranks == 1 and store_rng.random() < 0.7:
+        stored_blocks, host_blocks = store_rng.choice([3, 20, 400]), store_rng.choice([4, 10, 20])
+        if store_rng.random() < 0.7:                   # prompts come back after their blocks are evicted
+            tokens_per_block = store_rng.choice([1, 2, 4])
+            num_blocks = min(-(-max_seq_len // tokens_per_block) + store_rng.choice([0, 1, 8]), 512)
+            host_blocks, max_num_tokens = store_rng.choice([4, 10, 20]), max(max_num_tokens, tokens_per_block)
+            traffic = replace(traffic, prompt=max_seq_len - 1, output=min(traffic.output, 6), shares_prefix=0.9,
+                              arrival=max(traffic.arrival, 0.2), salted=0.0, beams=min(traffic.beams, 0.2))
+        stored_tokens = tokens_per_block * store_rng.choice([1, 1, 1, 2])
+        faults += tuple(fault.name for fault in menu_of(Place.STORE) if store_rng.random() < 0.6)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -248,7 +262,9 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         adapter_pages=adapter_pages,
         adapter_bytes=adapter_bytes,
         drafts=drafts,
-        drafts_right=draft_rng.choice([0.0, 0.5, 0.8, 0.95, 1.0]))
+        drafts_right=draft_rng.choice([0.0, 0.5, 0.8, 0.95, 1.0]),
+        stored_blocks=stored_blocks,
+        stored_tokens=stored_tokens)
 
 
 def _adapters(rng: Random, features: Collection[str], static: bool) -> tuple[int, int, int, float]:

@@ -46,6 +46,7 @@ from .first_in_line import FirstInLine
 from .history import Closed, Handed, HistoryChecker, Sent, scripted_oracle
 from .markers import Markers
 from .rank_clients import RankClient
+from .store import SimulatedStore
 from .swarm import TERMINATE_ID, Swarm
 
 STEP_S, IDLE_S = 0.02, 0.0048
@@ -98,6 +99,7 @@ class SimulatedWorld:
         model = {"vocab_size": swarm.vocab_size, "key": swarm.seed, "window": swarm.window, "sink": swarm.sinks}
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
         self.adapters = Adapters(self)
+        self.store = SimulatedStore(self) if swarm.stored_blocks else None
         self.client = SimulatedClient(self, Random(f"client {swarm.seed}"))
         self.device = (SimulatedDevice if swarm.ranks == 1 else SimulatedRank0)(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
@@ -146,11 +148,11 @@ class SimulatedWorld:
             client, backend=backend, clock=self.clock, policy=swarm.policy, model_type=swarm.model_type,
             max_beam_width=swarm.max_beam_width, terminate_req_id=TERMINATE_ID, exclude_input=swarm.exclude_input,
             parts={"trace": self._note_trace, "after_responses": client.after_responses, "at_end": client.at_end,
-                   "kv_events": self.replay, "drafter": self.drafter},
+                   "kv_events": self.replay, "drafter": self.drafter, "block_store": self.store},
             heartbeat=self.control.heartbeat, as_arrays=True,
             kv_cache_config=KvCacheConfig(enable_block_reuse=swarm.reuse, max_attention_window=swarm.window,
                                           sink_token_length=swarm.sinks, host_cache_size=swarm.host_blocks,
-                                          event_hash_key=KEY),
+                                          event_hash_key=KEY, disk_min_tokens=swarm.stored_tokens),
             enable_trt_overlap=swarm.overlap, run_ahead=swarm.run_ahead,
             enable_chunked_context=swarm.chunking is not None,
             context_chunking_policy=swarm.chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
@@ -169,6 +171,8 @@ class SimulatedWorld:
         loop._resources.reject_drafts = watched_reject
         if swarm.adapters:
             self.adapters.watch(loop)
+        if self.store is not None:
+            self.store.watch(loop.stored)
         fetched = loop.callbacks.fetched
         fetched.read_next = client.noting(fetched.read_next)
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
@@ -189,6 +193,8 @@ class SimulatedWorld:
         result.hits, result.markers = self.faults.hits + self.adapters.faults.hits, self.markers.counts
         if self.drafter is not None:
             result.hits += self.drafter.faults.hits
+        if self.store is not None:
+            result.hits += self.store.faults.hits
         result.requests, result.finals = self.history.num_handed, self.client.num_finals
         return result
 
@@ -199,12 +205,15 @@ class SimulatedWorld:
         self.check(accept_new == (not self.control.draining), "I26: get goes on although a shutdown was asked for")
         self.client.new_turn()
         self._move()
-        callbacks = self.loop.callbacks
+        callbacks, began_at = self.loop.callbacks, self.clock.now
         asked_before, back_off = callbacks.failures["get"], self.clock.now < callbacks.fetched.back_off.ends_at
         is_busy = self.loop.step(accept_new=accept_new)
         if back_off and callbacks.failures["get"] == asked_before:
             self.mark("get is left alone after a failure")
         self.check(self.client.not_told == 0, "I31: an iteration without after_responses behind its responses")
+        if self.store is not None:
+            for fault in self.store.violations(began_at):
+                self.check(False, fault)
         self._look(is_busy)
         return is_busy
 
@@ -214,6 +223,8 @@ class SimulatedWorld:
             self._end(self._endings.pop(0)[1])
         if self.swarm.adapters:
             self.adapters.move()
+        if self.store is not None:
+            self.store.move()
         name = self.faults.draw(Place.CLOCK)
         if name is not None:
             self.faults.hit(name)
@@ -375,6 +386,10 @@ class SimulatedWorld:
 
     def _check_waiting(self) -> None:
         """Check I24: the oldest request has not waited longer than the work before it takes."""
+        if self.store is not None:
+            for request_id in self.loop.stored.request_ids & self._begun.keys():
+                begun, ahead, own = self._begun[request_id]
+                self._begun[request_id] = begun + 1, ahead, own
         for request_id in self.history.open:
             begun, ahead, own = self._begun.get(request_id, (self.result.iterations, 0, 0))
             waited = self.result.iterations - begun
@@ -508,8 +523,8 @@ class SimulatedWorld:
         swarm, queue = self.swarm, self.loop.intake.waiting.queue
         tokens = sum(admitted.request.prompt_len for admitted in queue)
         prompt = len(self.history.open[sent.request_id][0].handed.prompt)
-        if swarm.adapters:
-            return                                               # the host cache may be full of adapters in use
+        if swarm.adapters or self.store is not None and self.loop.stored:
+            return                               # others wait elsewhere, or the host cache is full of adapters in use
         self.check(len(queue) >= swarm.max_queued_requests or tokens + prompt > swarm.max_queued_tokens
                    or swarm.max_bytes_in_flight < 10**6, f"C20: {sent.error}, with {len(queue)} waiting")
 

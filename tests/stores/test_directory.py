@@ -2,7 +2,6 @@
 
 import os
 import stat
-from contextlib import suppress
 from random import Random
 
 import pytest
@@ -109,16 +108,47 @@ def test_a_damaged_file_is_a_miss_and_goes(folder, name):
 
 
 @pytest.mark.parametrize("make", [
-    lambda path: path.unlink(), lambda path: (path.unlink(), path.mkdir()),
-    lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), lambda path: (path.unlink(), os.mkfifo(path))])
-def test_what_is_no_file_is_no_block(folder, make):
-    block = chain(1)[0]
+    lambda path: None, lambda path: path.mkdir(), lambda path: (path.mkdir(), (path / "file").write_text("")),
+    lambda path: path.symlink_to("/etc/passwd"), lambda path: path.symlink_to("/dev/zero"),
+    lambda path: path.symlink_to("missing"), lambda path: os.mkfifo(path)])
+def test_what_is_no_file_is_no_block_and_makes_way_for_one(folder, make):
+    blocks = chain(3)
     store = opened(folder)
-    save(store, [block])
-    make(store._file(block.key))
-    with suppress(OSError):            # contained by the engine
-        assert load(store, [block]) == 0
-    opened(folder)
+    save(store, blocks)
+    path = store._file(blocks[1].key)
+    path.unlink()
+    make(path)
+    for number, other in enumerate((store, opened(folder))):
+        assert load(other, blocks) == (3 if number else 1)
+        save(other, blocks)
+        assert load(other, blocks) == 3
+
+
+def test_all_damaged_blocks_of_a_load_are_found_at_once(folder):
+    blocks = chain(8)
+    store = opened(folder)
+    save(store, blocks)
+    for block in blocks[2:]:
+        store._file(block.key).write_bytes(b"damaged")
+    assert load(store, blocks) == 2 and store.num_damaged == 6
+    save(store, blocks)
+    assert load(store, blocks) == 8
+
+
+def test_threads_do_not_take_the_same_room(folder, monkeypatch):
+    first, *others = chain(4)
+    save(opened(folder), [first])
+    size = files(folder)[0].stat().st_size
+    store = opened(folder, 2 * size)
+    write = store._write
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(store, "_write", write)
+        save(store, others[1:])                                    # what another thread does now
+        write(*arguments)
+    monkeypatch.setattr(store, "_write", meanwhile)
+    save(store, others[:1])
+    assert sum(file.stat().st_size for file in files(folder)) <= 2 * size
 
 
 class Killed(BaseException):
@@ -248,7 +278,7 @@ def test_a_directory_of_others_is_refused(folder):
         opened(folder / "missing", read_only=True)
 
 
-@pytest.mark.parametrize("value", ["", b"x", 5, True])
+@pytest.mark.parametrize("value", ["", b"x", 5, True, "a\0b"])
 def test_a_path_that_is_none_is_named(value):
     with pytest.raises(ConfigError, match="KvCacheConfig.disk_cache_path is .*; expected the path of a directory"):
         KvCacheConfig(enable_block_reuse=True, disk_cache_path=value, disk_cache_size=5)

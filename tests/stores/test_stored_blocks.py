@@ -1,15 +1,17 @@
 """C12, C13: blocks from a store are those of the same prompt of the same model, and no request waits for ever."""
 
 import json
+import threading
 from random import Random
 
 import pytest
 
-from batch_manager import ConfigError, KvCacheConfig, StoredBlock, TrtGptModelType
+from batch_manager import ConfigError, KvCacheConfig, PeftCacheConfig, StoredBlock, TrtGptModelType
 from batch_manager.stores.stored_blocks import MOST_FAILURES, REST_S, SECONDS_TO_LOAD
 from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.harness.client import Client
 from tests.harness.kv_replay import KEY, Replay
+from tests.harness.scripted_adapters import adapter_tensors
 from tests.harness.store_threads import HeldThreads
 
 SIZE = 4
@@ -119,6 +121,20 @@ def test_a_prompt_begins_where_the_store_ends(engine):
     assert fourth.ask(1, PROMPT, cache_salt="a") == fourth.ask(2, PROMPT, input_token_extra_ids=[1] * 41) == 1
     assert fourth.ask(3, PROMPT, return_context_logits=True) == 41
     assert len({block.key for block in store.blocks}) == len(store.blocks)
+
+
+def test_events_of_loaded_blocks_name_the_adapter(engine):
+    store, seen = Memory(), []
+    for _ in range(2):
+        events = []
+        world = engine(store, backend={"adapter_pages": 2}, peft_cache_config=PeftCacheConfig(),
+                       parts={"kv_events": events.extend})
+        world.client.pending.append(world.new_request(1, PROMPT, 5, lora_task_id=7, **adapter_tensors(1, 1)))
+        world.run()
+        world.end()
+        world.loop.preparing.close()
+        seen += [block.lora_task_id for event in events if event.kind == "stored" for block in event.blocks]
+    assert figures(world)["Store Loaded Blocks"] == 10 and {*seen} == {7} and len(seen) > 20
 
 
 def test_of_a_request_with_beams_the_prompt_is_saved(engine):
@@ -262,6 +278,43 @@ def test_a_real_manager_saves_what_it_has_when_it_is_shut_down(make_manager, new
         assert manager.shutdown(timeout=20)
         assert len(store.blocks) == 11 and ("load" in store.calls) == computed
         assert store.calls[-1] == "close"
+
+
+def test_a_store_that_hangs_does_not_keep_the_engine_from_its_end(make_manager, new_request, monkeypatch):
+    monkeypatch.setattr("batch_manager.stores.stored_blocks.SECONDS_WITHOUT_A_SAVE", 0.2)
+    client, returns, store = Client(), threading.Event(), Memory()
+    store.save = lambda block, content: returns.wait()
+    manager = make_manager(client, backend={"tokens_per_block": SIZE, "host_blocks": 24}, parts={"block_store": store},
+                           kv_cache_config=KvCacheConfig(enable_block_reuse=True, host_cache_size=1))
+    try:
+        client.pending.append(new_request(1, PROMPT, 5))
+        manager.notify()
+        client.wait_for_finals(1)
+        assert manager.shutdown(timeout=20) and "close" not in store.calls
+    finally:
+        returns.set()
+
+
+def test_a_store_that_is_always_too_slow_rests(engine):
+    store = Memory()
+    first = engine(store)
+    for number in range(MOST_FAILURES + 1):
+        first.ask(number, [number, *PROMPT])
+    first.end()
+    world = engine(store)
+    world.threads.waits = True
+    world.loop.stored.begin()
+    world.threads.run()
+    for number in range(MOST_FAILURES + 1):
+        world.client.pending.append(world.new_request(number, [number, *PROMPT], 5))
+        world.step(3)
+        is_waiting = figures(world)["Requests Loading"] == 1
+        assert is_waiting == (number < MOST_FAILURES)
+        world.clock.now += SECONDS_TO_LOAD
+        world.step()
+        world.threads.run()                                        # late, and right
+        world.run()
+    world.end()
 
 
 class WithoutHostBlocks(ScriptedBackend):

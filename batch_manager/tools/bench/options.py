@@ -80,6 +80,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     shared("--block-reuse", shown="off", default=False)
     add("--kv-host-cache-bytes", type=at_least(0), metavar="N", default=0,
         help="host memory for evicted reusable blocks (0)")
+    for name in ("--disk-cache-path", "--disk-cache-size"):
+        shared(name, shown="none")
     add("--max-attention-window", type=at_least(1), metavar="N", help="tokens that a query attends to (all)")
     add("--sink-token-length", type=at_least(0), metavar="N", default=0,
         help="sink tokens: first tokens that stay visible outside the window (0)")

@@ -40,7 +40,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "engine": options.type,
         "scheduler": options.policy,
         "chunked_context": options.chunked_context,
-        "block_reuse": options.block_reuse,
+        "block_reuse": options.block_reuse, "disk_cache": options.disk_cache_path is not None,
         "streaming": options.streaming,
         "beam_width": options.beam_width,
         "cpu_compile": options.cpu_compile,
