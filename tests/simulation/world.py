@@ -300,10 +300,13 @@ class SimulatedWorld:
         if self.history.open:
             self.mark("terminate request with others alive")
 
+    @property
+    def _may_be_lost(self) -> bool:
+        return self._engine_may_fail or self.device.is_lost or self.ranks is not None and self.ranks.may_be_lost
+
     def engine_failed(self, error: BatchManagerError, reason: str) -> None:
         """Note that the worker declared the engine failed. Check that a simulated fault was the reason."""
-        self.check(self._engine_may_fail or self.device.is_lost or self.ranks is not None and self.ranks.may_be_lost,
-                   f"I29: the engine failed by itself: {reason}")
+        self.check(self._may_be_lost, f"I29: the engine failed by itself: {reason}")
         self._engine_may_fail = True
         if len(self.loop.intake):
             self.mark("engine failed with a queue")
@@ -512,7 +515,7 @@ class SimulatedWorld:
             if request is not None:
                 self._failed_now.append(request)
         elif sent.code == "ENGINE_FAILED":
-            self.check(self._engine_may_fail or self.device.is_lost or "ENGINE_FAILED" in names,
+            self.check(self._may_be_lost or "ENGINE_FAILED" in names,
                        f"I29: request {sent.request_id} ended with {sent.error}")
         elif sent.code == "SHUTDOWN":
             self.check(self.control.aborting, f"C14: request {sent.request_id} was answered with SHUTDOWN")
