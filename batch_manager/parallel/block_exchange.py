@@ -27,7 +27,7 @@ SECONDS_TO_ASK = 2.0             # for a connection to send its FETCH
 SECONDS_WITHOUT_PROGRESS = 2.0   # of bytes that the other end does not take
 SECONDS_TO_CONNECT = 2.0
 SECONDS_BETWEEN_LOOKS = 0.1
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 64            # that are answered, and as many that have sent nothing yet
 BYTES_BESIDES_CONTENT = 1024     # of a BLOCK, at most; and an END is shorter
 LONGEST_REASON = 200
 
@@ -148,24 +148,48 @@ class BlockServer:
         self._wake.close()
 
     def _accept(self, answer: Answer, submit: Callable[[Callable[[], None]], None]) -> None:
+        """Accept connections, and submit each one when it has sent something, so that silent ones hold no thread."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        silent: dict[int, tuple[socket.socket, float]] = {}    # descriptor -> connection, until when; oldest first
+
+        def take(descriptor: int) -> socket.socket:
+            poll.unregister(descriptor)
+            return silent.pop(descriptor)[0]
+
         while not self._is_closed:
-            poll.poll()
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:                   # for instance too many open files
-                log.warning("a consumer could not be accepted: %s", error.strerror or type_name(error))
-                self._wake.wait_and_clear(SECONDS_BETWEEN_LOOKS)
-                continue
-            if len(self._connections) >= MOST_CONNECTIONS:
-                connection.close()
-                continue
-            self._connections.add(connection)
-            submit(partial(self._serve, answer, connection))
+            until = min((until for _, until in silent.values()), default=None)
+            ready = poll.poll(None if until is None else max(until - time.monotonic(), 0.0) * 1000)
+            for descriptor, _ in ready:
+                if descriptor in silent:
+                    connection = take(descriptor)
+                    self._connections.add(connection)
+                    submit(partial(self._serve, answer, connection))
+                elif descriptor == self._listener.fileno() and (accepted := self._accepted()) is not None:
+                    if len(silent) >= MOST_CONNECTIONS:
+                        take(next(iter(silent))).close()
+                    silent[accepted.fileno()] = accepted, time.monotonic() + SECONDS_TO_ASK
+                    poll.register(accepted, select.POLLIN)
+            now = time.monotonic()
+            for descriptor in [descriptor for descriptor, (_, until) in silent.items() if until <= now]:
+                take(descriptor).close()
+        for connection, _ in silent.values():
+            connection.close()
+
+    def _accepted(self) -> socket.socket | None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:                       # for instance too many open files
+            log.warning("a consumer could not be accepted: %s", error.strerror or type_name(error))
+            self._wake.wait_and_clear(SECONDS_BETWEEN_LOOKS)
+            return None
+        if len(self._connections) >= MOST_CONNECTIONS:
+            connection.close()
+            return None
+        return connection
 
     def _serve(self, answer: Answer, connection: socket.socket) -> None:
         try:

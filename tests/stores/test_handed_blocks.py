@@ -2,7 +2,7 @@
 
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 
 import numpy as np
@@ -249,6 +249,15 @@ def test_guesses_and_strangers_get_nothing(pair):
             except ConnectionResetError:
                 continue
     assert both.go_on(where.to_array(), 2, PROMPT) == 1 and both.figures()[1]["KV Transfer Fallbacks"] == 1
+
+
+def test_silent_connections_hold_nobody_up(pair):
+    both = pair()
+    where = ContextPhaseParams.of(np.array(both.context()))
+    with ExitStack() as silent:
+        for _ in range(3 * block_exchange.MOST_CONNECTIONS):
+            silent.enter_context(socket.create_connection((where.host, where.port)))
+        assert both.go_on(where.to_array()) == 1 and both.figures()[1]["KV Transfer Fallbacks"] == 0
 
 
 def test_context_phase_params_of_any_bytes_are_a_refusal(new_request):
