@@ -409,11 +409,11 @@ class TrtGptModelOptionalParams:
                                 refused on a CPU, and with `deterministic`, a custom attention or TrtGptModelType.V1
     deterministic               produce bitwise the same tokens, log-probabilities and logits for a request alone or
                                 batched, whole or chunked, paused or not, cached or not, in any layout. Holds for one
-                                machine, build of torch and number of threads. Slower, see
-                                tests/benchmarks/deterministic.py. Refused with a custom attention or backend, with a
-                                model class that does not promise it, on a GPU without Triton, and on a CPU whose matrix
-                                products depend on the row index. Does not cover a batched logits post-processor that
-                                mixes rows
+                                machine, build of torch and number of threads. Where steps are compiled (cpu_compile), a
+                                step takes as long as without it; elsewhere it is slower, see docs/devices.md. Refused
+                                with a custom attention or backend, with a model class that does not promise it, on a
+                                GPU without Triton, and on a CPU whose matrix products depend on the row index. Does not
+                                cover a batched logits post-processor that mixes rows
     flush_stats_when_idle       send one more statistics record after the last request has ended
     log_callback_errors         for development: log the text of a callback's exception, which may quote a prompt.
                                 False: log only the type and traceback lines of the exception

@@ -58,14 +58,12 @@ class WeightForm:
 
 def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
     """Whether `make_weight_form` copies the matrix to a PackedMatrix, for the compiled step."""
-    return (context.compiled_step and not context.deterministic and isinstance(stored, Dense)
-            and stored.weight.dtype in COMPILED_TYPES)
+    return context.compiled_step and isinstance(stored, Dense) and stored.weight.dtype in COMPILED_TYPES
 
 
 def types_kept(context: LayerContext) -> Collection[str]:
     """Return the types of quantised blocks that layers multiply as a file has them."""
-    is_compiled = context.compiled_step and not context.deterministic and context.dtype in COMPILED_TYPES
-    return QUANTISED_TYPES if is_compiled else ()
+    return QUANTISED_TYPES if context.compiled_step and context.dtype in COMPILED_TYPES else ()
 
 
 def quantised_bytes(quantization: str, num_weights: int) -> int:
@@ -122,7 +120,7 @@ def _in_panels(stored: Dense, context: LayerContext) -> WeightForm | None:
     """Return the form of a matrix that is packed for the compiled step, see recording.py."""
     if not is_compiled(stored, context):
         return None
-    matrix = PackedMatrix(stored.weight, stored.bias)
+    matrix = PackedMatrix(stored.weight, stored.bias, context.deterministic)
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=False, matrix=matrix)
 
 
@@ -187,4 +185,4 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 # Type of a stored matrix -> makers of its forms. The first maker that returns a form decides.
 _MAKERS: Mapping[type[StoredMatrix], Sequence[Callable[[Any, LayerContext], WeightForm | None]]] = {
-    Dense: (_row_by_row, _in_panels, _in_one_dnn, _plain), Blocks: (_in_blocks,)}
+    Dense: (_in_panels, _row_by_row, _in_one_dnn, _plain), Blocks: (_in_blocks,)}

@@ -138,7 +138,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
             forms = make_forms(asked, absent, parts, loaded, spec, graph_sizes=sizes.graphs, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, sizes.step_tokens), own_stages=stages)
         return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held,
-                             partial(cache_fingerprint, files, params, loaded, windows, num_threads))
+                             partial(cache_fingerprint, files, params, loaded, windows, num_threads, forms.dispatch))
 
 
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),

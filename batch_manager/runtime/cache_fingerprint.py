@@ -15,13 +15,14 @@ VERSION = 1                      # of the layout of a block
 
 
 def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModelOptionalParams, loaded: LoadedModel,
-                      windows: Sequence[int | None], num_threads: int | None) -> bytes:
+                      windows: Sequence[int | None], num_threads: int | None, dispatch: str) -> bytes:
     """Return a digest of the weights and of the options that change a block. Reads the checkpoint, so it takes seconds.
 
-    files   `identities` of the checkpoint from before it was loaded
+    files      `identities` of the checkpoint from before it was loaded
+    dispatch   what computes the steps, see BackendInfo
 
-    With `deterministic`, also of machine, build of torch and threads, on which the bits depend. Raises OSError, also if
-    a file is not the one that was loaded.
+    With `deterministic`, also of machine, build of torch, threads and `dispatch`, on which the bits depend.
+    Raises OSError, also if a file is not the one that was loaded.
     """
     kv = params.kv_cache_config
     facts = [VERSION, content_digest(files, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
@@ -30,5 +31,5 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
         facts.append(params.quantization)
     if params.deterministic:
         facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
-                  torch.backends.cpu.get_cpu_capability()]
+                  dispatch, torch.backends.cpu.get_cpu_capability()]
     return blake2b(repr(facts).encode(), digest_size=32).digest()

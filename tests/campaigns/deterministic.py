@@ -1,12 +1,14 @@
 """T3: a request has the same results alone and in all circumstances, bit by bit, on small random models.
 
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
-    python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode; most seeds differ
+    python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode, in torch; most seeds
+                                                             differ
 
-A seed chooses a family, a dtype, a block size and requests, and runs the requests in several random circumstances:
-batches, chunks, pauses and cached blocks. Each result of a request is compared with the reference result of the
-request. The two results are a pair. For the reference, the request runs alone, in one chunk, without pauses and without
-cached blocks. The KV cache of the reference has blocks of 64 tokens, so that a short request is one contiguous block.
+A seed chooses a family, a dtype, a block size, compiled steps or steps in torch, and requests. It runs the requests in
+several random circumstances: batches, chunks, pauses and cached blocks. Each result of a request is compared with the
+reference result of the request. The two results are a pair. For the reference, the request runs alone, in one chunk,
+without pauses and without cached blocks, on one thread. The KV cache of the reference has blocks of 64 tokens, so that
+a short request is one contiguous block.
 """
 
 import os
@@ -114,15 +116,19 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
     draw, counts, found = random.Random(seed), Counter(engines=1), []
     family = draw.choice([one for one in FAMILIES for _ in range(CHANCES.get(one, 3))])
     is_long, contiguous = draw.random() < 0.15, draw.random() < 0.3
-    block = WHOLE if contiguous else draw.choice([8, 8, 16, 32])
+    is_compiled = deterministic and draw.random() < 0.75
+    block = WHOLE if contiguous else draw.choice([16, 16, 32, 128] if is_compiled else [8, 8, 16, 32])
     window = draw.choice([None, None, None, {"max_attention_window": draw.randint(9, 120)}])
     if window and draw.random() < 0.4:
         window["sink_token_length"] = draw.randint(1, 80)
-    options = {"dtype": draw.choice(["float32", "float32", "bfloat16", "float16"]), "kv_cache_options": window,
-               "deterministic": deterministic, "max_beam_width": WIDEST}
+    dtypes = ["float32", "bfloat16"] if is_compiled else ["float32", "float32", "bfloat16", "float16"]
+    options = {"dtype": draw.choice(dtypes), "kv_cache_options": window, "deterministic": deterministic,
+               "max_beam_width": WIDEST, "cpu_compile": None if is_compiled else False}
     folder = make_checkpoint(family, parent)
     reference = Laboratory(folder, tokens_per_block=WHOLE, **options)
-    lab = Laboratory(folder, tokens_per_block=block, reference=reference, **options)
+    # Compiled steps have the same bits on any number of threads, torch's have not.
+    lab = Laboratory(folder, tokens_per_block=block, num_threads=draw.randint(1, 3) if is_compiled else 1,
+                     reference=reference, **options)
     vocab, longest = vocab_of(family), 200 if is_long else WHOLE - MOST_NEW - 1
     text = [draw.randrange(vocab) for _ in range(longest + 1)]
     unit = 8 if contiguous and not is_long else block       # a block of 64 has the boundaries of smaller blocks
@@ -139,6 +145,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
             found.append(f"seed {seed}, run {run} (python -m tests.campaigns.deterministic {seed}): {family}, blocks "
                          f"of {block}, {options}, {circumstances}: {differences}")
     counts["pauses"] = lab.num_pauses
+    counts["compiled"] = counts["pairs"] * ("compiled" in {each.info.dispatch for each in lab._backends.values()})
     lab.close()
     reference.close()
     return counts, found
@@ -147,7 +154,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
 def run(options: Options) -> Summary:
     total, failures, last_seed = run_seeds(run_seed, options, lambda total: total["pairs"] >= ENOUGH[options.tier])
     return Summary(f"T3: seeds {options.first_seed}..{last_seed}: " + ", ".join(
-        f"{total[name]:,} {name}" for name in ("engines", "pairs", "tokens", "pauses", "different")),
+        f"{total[name]:,} {name}" for name in ("engines", "pairs", "compiled", "tokens", "pauses", "different")),
         failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])
 
 
@@ -179,7 +186,8 @@ def main() -> int:
     normal = "--normal" in sys.argv
     with tempfile.TemporaryDirectory() as parent:
         counts, found = run_seed(int(sys.argv[1]), Path(parent), not normal)
-    print(*found, f"{counts['pairs']} pairs, {counts['different']} different", sep="\n")
+    print(*found, f"{counts['pairs']} pairs, {counts['compiled']} in compiled steps, {counts['different']} different",
+          sep="\n")
     return int(bool(found) != normal)
 
 

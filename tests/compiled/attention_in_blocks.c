@@ -1,5 +1,7 @@
 /* Attention of many rows in blocks (`attend_in_tiles`) against attention row by row (`attend`): the results differ only
-   by the rounding of weights to bfloat16. Prints the unit that computes the blocks, and the number of wrong results. */
+   by the rounding of weights to bfloat16. The bits of each row are those of the row alone, and of a cache with smaller
+   pages; so are those of a product. Prints the unit that computes the blocks, and the numbers of wrong results and of
+   wrong bits. */
 #include "step.c"
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,17 +9,41 @@
 #if defined(HAS_ATTENTION_TILES)
 enum { BLOCKS = 12, KEY_HEADS = 2, LAYERS = 2 };
 static uint32_t seed = 1;
+static int64_t wrong_bits;
 
 static uint16_t random_bfloat16(void) {
     seed = seed * 1664525 + 1013904223;
     return narrow(all((float)(seed >> 8) / (1 << 23) - 1))[0];
 }
 
+/* Compare the results of a task with those of each row alone, in a copy of the cache with pages of 16 tokens. */
+static void compare_bits(const Cache *c, const Scores *how, const Task *task, const Partial *expected) {
+    static uint16_t pool[BLOCKS * 256 / 16 * 2 * 256 * 16] __attribute__((aligned(64)));
+    static Partial alone;
+    int32_t blocks[BLOCKS * 256 / 16];
+    int64_t size = c->head_size, last = task->position[task->rows - 1];
+    Cache small = {(char *)pool, 1, 1, 16, size, c->query_heads / c->kv_heads, BFLOAT16, 1};
+    memset(pool, 0xff, sizeof pool);
+    for (int i = 0; i <= last / 16; i++) blocks[i] = (int32_t)(last / 16) - i;
+    for (int64_t key = 0; key <= last; key++)
+        for (int is_value = 0; is_value < 2; is_value++)
+            memcpy((char *)page_of(&small, blocks[key / 16], 0, is_value, 0) + key % 16 * size * 2,
+                   entry_of(c, task, key, is_value), (size_t)size * 2);
+    for (int row = 0; row < task->rows; row++) {
+        Task one = *task;
+        one.layer = one.head = 0, one.blocks = blocks, one.rows = 1;
+        one.queries += row * size * 2, one.position += row, one.slopes += row;
+        attend_in_tiles(&small, how, &one, &alone);
+        wrong_bits += alone.maximum[0] != expected->maximum[row] || alone.total[0] != expected->total[row]
+                      || memcmp(alone.sums[0], expected->sums[row], (size_t)size * 4);
+    }
+}
+
 static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, int64_t start, const Scores *how) {
     static uint16_t pool[BLOCKS * LAYERS * 2 * KEY_HEADS * 128 * 256] __attribute__((aligned(64)));
     static uint16_t queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE] __attribute__((aligned(64)));
     static Partial expected, found;
-    Cache c = {(char *)pool, LAYERS, KEY_HEADS, block, size, KEY_HEADS * group, BFLOAT16};
+    Cache c = {(char *)pool, LAYERS, KEY_HEADS, block, size, KEY_HEADS * group, BFLOAT16, 1};
     int32_t blocks[BLOCKS];
     float slopes[MAX_QUERY_ROWS];
     int64_t position[MAX_QUERY_ROWS], wrong = 0, last = start + (rows - 1) / group;
@@ -41,25 +67,53 @@ static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, i
         for (int64_t i = 0; i < size; i++)
             wrong += !(fabsf(expected.sums[row][i] / scale - found.sums[row][i] / other) < 4e-3f);
     }
+    compare_bits(&c, how, &task, &found);
     return wrong;
 }
 
-int main(void) {
+/* Compare products of several rows with those of each row alone. */
+static void compare_products(int64_t inputs, int64_t outputs) {
+    static uint16_t weight[100 * 100], x[70 * 128];
+    static float together[70 * 100], alone[100];
+    Matrix m = {(inputs + 31) / 32 * 32, outputs, .type = BFLOAT16, .is_uniform = 1};
+    m.panels = aligned_alloc(64, (size_t)(num_panels(&m) * panel_bytes(&m)));
+    for (int i = 0; i < 100 * 100; i++) weight[i] = random_bfloat16();
+    memset(x, 0, sizeof x);
+    for (int row = 0; row < 70; row++)
+        for (int i = 0; i < inputs; i++) x[row * m.inputs + i] = random_bfloat16();
+    pack_matrix(&m, weight, inputs, inputs);
+    for (int rows = 1; rows <= 70; rows += rows % 3 + 1) {
+        Target target = {together, outputs, FLOAT32, 0}, one = {alone, outputs, FLOAT32, 0};
+        multiply(&m, x, m.inputs, rows, &target, 0, num_panels(&m));
+        for (int row = 0; row < rows; row++) {
+            multiply(&m, x + row * m.inputs, m.inputs, 1, &one, 0, 1);
+            if (num_panels(&m) > 1) multiply(&m, x + row * m.inputs, m.inputs, 1, &one, 1, num_panels(&m));
+            wrong_bits += memcmp(alone, together + row * outputs, (size_t)outputs * 4) != 0;
+        }
+    }
+    free((void *)m.panels);
+}
+
+/* The argument: one of how many cases to run. */
+int main(int count, char **arguments) {
+    int one_of = count > 1 ? atoi(arguments[1]) : 1, number = 0;
+    compare_products(32, 16);
+    compare_products(100, 33);
+    compare_products(70, 100);
     const int64_t sizes[] = {32, 64, 96, 128, 256}, sizes_of_blocks[] = {32, 64, 128};
     const float some = 0;                             /* not read: Task has the slope of each row */
     const Scores kinds[] = {{0.3f, 0, 0, 0}, {0.2f, 1.5f, 0, 0}, {0.3f, 0, 50, 0}, {0.3f, 0, 50, 20}, {2.0f, 0, 1, 3},
                             {0.3f, 0, 0, 0, &some}, {0.2f, 1.5f, 50, 20, &some}, {0.3f, 0, 0, 0, &some, 0.25f}};
     int64_t wrong = 0;
-    Cache c = {.type = BFLOAT16, .block_tokens = 32, .head_size = 64};
-    int fewest = 1;
-    while (fewest < MAX_QUERY_ROWS && !fits_tiles(&c, fewest)) fewest++;
     for (int k = 0; k < 15; k++)
         for (int rows = 1; rows <= MAX_QUERY_ROWS; rows += rows % 5 + 1)
             for (int s = 0; s < 8; s++) {
+                if (number++ % one_of) continue;
                 int64_t block = sizes_of_blocks[k % 3], start = (rows * 37 + k * 11 + s) % (4 * block);
                 wrong += wrong_numbers(sizes[k / 3], block, rows, 1 + (rows + k) % 7, start, kinds + s);
             }
-    printf("%s from %d rows on, %lld wrong\n", may_use_tiles() ? "AMX" : "vectors", fewest, (long long)wrong);
+    printf("%s, %lld wrong, %lld wrong bits\n", may_use_tiles() ? "AMX" : "vectors", (long long)wrong,
+           (long long)wrong_bits);
     return 0;
 }
 #else

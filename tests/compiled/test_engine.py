@@ -53,7 +53,6 @@ def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
 
 
 @pytest.mark.parametrize(("options", "reason"), [
-    ({"deterministic": True}, "deterministic is set"),
     ({"kv_cache_config": KvCacheConfig(max_tokens=2048, tokens_per_block=8)},
      "tokens_per_block is 8, not a multiple of 16 up to 256"),
     ({"factory": lambda spec, pool: None}, "Parts.attention is set")])
@@ -64,6 +63,14 @@ def test_what_cannot_be_compiled_runs_in_torch_or_is_refused(options, reason, ca
         with caplog.at_level(logging.INFO, "batch_manager"):
             assert "compiled" not in backend(**options)._forms.steps
         assert f"; without compiled: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
+def test_deterministic_steps_have_no_other_form(layout):
+    made = backend(True, layout=layout, deterministic=True)
+    assert made.info.dispatch == "compiled" and len(made._forms.steps) == 1
+    assert layout is packing.padded or made.info.absent["packed"].startswith("deterministic is set, and `compiled`")
+    assert "compiled" not in backend(False, layout=layout, deterministic=True)._forms.steps
 
 
 @pytest.fixture

@@ -231,12 +231,12 @@ class Laboratory:
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
                  tokens_per_block: int = 8, kv_cache_options: dict | None = None, max_beam_width: int = 1,
-                 reference: "Laboratory | None" = None) -> None:
+                 cpu_compile: bool | None = None, reference: "Laboratory | None" = None) -> None:
         self.folder = folder
         self.kv = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=8192, **(kv_cache_options or {}))
         self.params = TrtGptModelOptionalParams(
             dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=32,
-            max_num_sequences=32, kv_cache_config=self.kv)
+            cpu_compile=cpu_compile, max_num_sequences=32, kv_cache_config=self.kv)
         self.max_beam_width, self.reference = max_beam_width, reference
         self._backends, self._alone = {}, {}
         self.num_pauses = 0

@@ -5,6 +5,7 @@ Chunks, pauses, layouts, overlapping steps and block reuse do not change them ei
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ import torch
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "olmo2", "austen-4m"]
-CASES = [(family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")] + [("llama", "float16")]
+CASES = [(family, dtype, None) for family in FAMILIES for dtype in ("float32", "bfloat16")]
+CASES += [("gpt2", "float32", False), ("gemma3", "bfloat16", False), ("llama", "float16", False)]      # in torch
 RUNS, ASKS = 4, 6
 assert len(CASES) * RUNS * ASKS >= 300          # pairs
-BLOCK = 8
+BLOCK = 16
 
 
 def random_runs(differential, family, seed, runs=RUNS, asks=ASKS, **options):
@@ -27,20 +29,25 @@ def random_runs(differential, family, seed, runs=RUNS, asks=ASKS, **options):
         yield together, differential.draw_circumstances(draw, together, BLOCK)
 
 
-@pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_company_chunks_pauses_layouts_and_overlap_do_not_show(differential, laboratory, family, dtype):
-    lab = laboratory(family, dtype=dtype)
+@pytest.fixture
+def laboratory(laboratory):
+    return partial(laboratory, tokens_per_block=BLOCK)
+
+
+@pytest.mark.parametrize(("family", "dtype", "compiled"), CASES)
+def test_company_chunks_pauses_layouts_and_overlap_do_not_show(differential, laboratory, family, dtype, compiled):
+    lab = laboratory(family, dtype=dtype, cpu_compile=compiled)
     for asks, circumstances in random_runs(differential, family, f"{family} {dtype}"):
         assert lab.differences(asks, circumstances) == {}, circumstances
     assert lab.num_pauses > 0
 
 
 def test_the_normal_mode_does_show_them(differential, laboratory):
-    # The other tests of this file can fail only if these differences exist.
+    # The other tests of this file can fail only if these differences exist. Compiled steps have few: none without AMX.
     for family in ("gpt2", "llama", "qwen2"):
-        lab = laboratory(family, deterministic=False)
+        lab = laboratory(family, deterministic=False, tokens_per_block=8, cpu_compile=False)
         found = [lab.differences(asks, circumstances)
-                 for asks, circumstances in random_runs(differential, family, f"{family} float32", runs=2)]
+                 for asks, circumstances in random_runs(differential, family, f"{family} float32", runs=3)]
         assert any(found)
 
 
@@ -77,14 +84,17 @@ def test_windows_and_sinks(differential, laboratory, block, options):
         assert lab.differences(asks, circumstances) == {}
 
 
-def test_on_two_threads(differential, laboratory):
-    lab, draw = laboratory("qwen2", num_threads=2), random.Random(4)
+@pytest.mark.parametrize("compiled", [None, False])
+def test_on_two_threads(differential, laboratory, compiled):
+    """In compiled steps, the bits are those of one thread and of other blocks."""
+    reference = None if compiled is False else laboratory("qwen2", tokens_per_block=64)
+    lab, draw = laboratory("qwen2", num_threads=2, cpu_compile=compiled, reference=reference), random.Random(4)
     asks = {length: differential.Ask(tuple(draw.randrange(200) for _ in range(length)), 2) for length in (5, 17, 70)}
     assert lab.differences(asks, differential.Circumstances(chunk=BLOCK)) == {}
 
 
 def test_the_threads_of_the_engine_stay_what_they_were_when_it_was_built(differential, tmp_path):
-    lab = differential.Laboratory(differential.make_checkpoint("llama", tmp_path), num_threads=None)
+    lab = differential.Laboratory(differential.make_checkpoint("llama", tmp_path), num_threads=None, cpu_compile=False)
     ask, before = differential.Ask(tuple(range(20)), 2), torch.get_num_threads()
     seen = []
     backend = lab.backend("fused")
@@ -121,18 +131,18 @@ def test_the_numbers_are_those_of_the_normal_mode_up_to_rounding(differential, l
     ask = differential.Ask(tuple(draw.randrange(200) for _ in range(150)), 5)
     rows = []
     for deterministic in (True, False):
-        outcome = laboratory(family, deterministic=deterministic).alone(ask)
+        outcome = laboratory(family, deterministic=deterministic, cpu_compile=deterministic).alone(ask)
         rows.append(np.concatenate([np.frombuffer(logits, np.float32)
                                     for logits in (outcome.context_logits, outcome.generation_logits)]))
     assert np.abs(rows[1]).max() > 1
-    np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=1e-5 * np.abs(rows[1]).max())
+    np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=2e-5 * np.abs(rows[1]).max())
 
 
 def test_through_a_manager_that_pauses(differential, new_client, tmp_path):
     folder, draw = differential.make_checkpoint("llama", tmp_path), random.Random(7)
     asks = {number: differential.Ask(tuple(draw.randrange(200) for _ in range(draw.randint(20, 40))), 20,
                                      differential.draw_ask(draw, 200, BLOCK).sampling) for number in range(1, 7)}
-    lab = differential.Laboratory(folder)
+    lab = differential.Laboratory(folder, tokens_per_block=64)
 
     client = new_client()
     client.pending = [ask.request(number) for number, ask in asks.items()]

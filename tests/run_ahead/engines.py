@@ -92,8 +92,8 @@ def make_backend(scenario: RunAheadScenario, parent: Path, **options):
         max_attention_window=scenario.window, sink_token_length=scenario.sinks, enable_block_reuse=scenario.reuse,
         host_cache_size=scenario.host_blocks * HOST_BLOCK_BYTES)
     params = TrtGptModelOptionalParams(
-        dtype=scenario.dtype, device="cpu", deterministic=True, num_threads=1, max_batch_size=scenario.max_batch_size,
-        max_seq_len=scenario.max_seq_len, kv_cache_config=kv)
+        dtype=scenario.dtype, device="cpu", deterministic=True, cpu_compile=False, num_threads=1,
+        max_batch_size=scenario.max_batch_size, max_seq_len=scenario.max_seq_len, kv_cache_config=kv)
     layout = packing.split if scenario.model_type is TrtGptModelType.InflightBatching else packing.packed
     return build_native_backend(make_checkpoint(scenario.family, parent), params, layout=layout,
                                 num_slots=scenario.max_batch_size, max_beam_width=WIDEST)
@@ -103,7 +103,7 @@ def make_late_backend(scenario: RunAheadScenario, parent: Path, ahead: Ahead, fa
     """Return a new backend for the scenario whose steps run after the next launch, and fail as `faults` decides."""
     if not scenario.is_scripted:
         inner = make_backend(scenario, parent)
-        (form,) = inner._forms._forms                          # with `deterministic`, `packed` alone
+        (form,) = inner._forms._forms                          # `packed` alone
         fail_inside(form, "_divide", form._head, "logits", faults)
         return LateBackend(inner, faults, partial(poison, inner), ahead.eagerness, ahead.seed)
 

@@ -84,8 +84,8 @@ FORMS: Mapping[str, Row] = {
                  "leave cuda_graphs unset to launch kernels one by one", WITHOUT_GRAPHS),
     "fused": Row(warning="steps are not fused: %s"),
     "fixed": Row(),
-    "compiled": Row("cpu_compile", "compiled steps need a CPU, a C compiler, the package's own attention and "
-                    "deterministic=False", "compiled steps need a model built from batch_manager.layers",
+    "compiled": Row("cpu_compile", "compiled steps need a CPU, a C compiler and the package's own attention",
+                    "compiled steps need a model built from batch_manager.layers",
                     "leave cpu_compile unset to run steps in torch", "steps run in torch: %s"),
     "packed": Row(),
     "padded": Row(),
@@ -125,7 +125,7 @@ OBSTACLES: Mapping[str, tuple[Sequence[str], Callable[[Asked], str]]] = {
     "no triton": (["graph", "fused"], _no_triton),
     "no kernels": (["fixed"], lambda asked: "" if asked.has_attention else _no_triton(asked)),      # it may bind
     "triton": (["compiled"], lambda asked: "TRITON_INTERPRET is set" if asked.has_triton else ""),
-    "deterministic": (["graph", "fused", "fixed", "compiled"], lambda asked: (
+    "deterministic": (["graph", "fused", "fixed"], lambda asked: (
         "deterministic is set" if asked.params.deterministic else "")),
     "own attention": (["graph", "compiled"], lambda asked: (
         "Parts.attention is set" if asked.has_attention else "")),
@@ -203,12 +203,17 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
         if compiled is not None:
             forward, head = compiled[0], compiled[1] or head
         calls = partial(CallsForm, parts=parts, model=model, divide=asked.layout)
+        only_compiled = compiled is not None and asked.params.deterministic      # other forms give other bits
         if asked.layout is packing.padded:
-            forward = PaddedForward(model, parts.attention, forward)
+            if not only_compiled:
+                forward = PaddedForward(model, parts.attention, forward)
             return [*forms, calls("padded", forward=forward, head=head)], launches
         if compiled is not None:
             # The rest is little work, and idle threads of torch would spin on the cores of the compiled code.
             forms.append(calls("compiled", forward=forward, head=head, threads=1 if has_openmp() else None))
+        if only_compiled:
+            absent.setdefault("packed", "deterministic is set, and `compiled` serves every batch")
+            return forms, launches
         return [*forms, calls("packed", forward=layers[0], head=layers[1])], launches
 
     checked = CheckedModel(model, parts.vocab_size, spec.hidden_size, loaded.dtype)

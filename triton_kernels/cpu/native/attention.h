@@ -1,19 +1,28 @@
 /* Attention of a few query rows over the pages of one sequence and one kv head.
 
    A page is [tokens_per_block][head_size], contiguous. The rows are the query heads that share the kv head, for one
-   token or several consecutive tokens. The softmax runs page by page with a running maximum ("Online normalizer
-   calculation for softmax", arXiv 1805.02867), in float32. */
+   token or several consecutive tokens. The softmax runs over KEYS_AT_ONCE keys at a time with a running maximum
+   ("Online normalizer calculation for softmax", arXiv 1805.02867), in float32.
+
+   The bits of a row do not depend on the other rows or on the size of pages. Keys are counted from the start of the
+   sequence: those that are weighed together, and the parts whose results are merged, begin at multiples of their
+   number. Keys that a row does not see add zeros to its sums. Where the compiler could choose the order of rounding,
+   `fused` fixes it. */
 #pragma once
 #include "vectors.h"
 
 #define MAX_QUERY_ROWS 32
 #define MAX_HEAD_SIZE 256
-#define MAX_BLOCK_TOKENS 256
+#define KEYS_AT_ONCE 64
+#define KEYS_PER_PART 512
+#define MIN_BLOCK_TOKENS 16
 
+/* block_tokens   a multiple of MIN_BLOCK_TOKENS that divides or is divided by KEYS_AT_ONCE
+   is_uniform     see Matrix */
 typedef struct {
     const char *pool;                 /* [blocks, layers, 2, kv_heads, tokens_per_block, head_size] */
     int64_t num_layers, kv_heads, block_tokens, head_size, query_heads;
-    int type;
+    int type, is_uniform;
 } Cache;
 
 /* slopes         [query_heads] or NULL: add the ALiBi bias slope * (key position - query position) to scores
@@ -33,11 +42,24 @@ INLINE floats to_bfloat16(floats x) {
     return (floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
 }
 
-/* The ALiBi bias for keys and queries at these positions. */
-INLINE floats alibi(const Scores *how, integers key, integers query, floats slope) {
-    if (how->factor == 0) return slope * __builtin_convertvector(key - query, floats);
+/* Scores plus the ALiBi bias for keys and queries at these positions. */
+INLINE floats add_alibi(floats scores, const Scores *how, integers key, integers query, floats slope) {
+    if (how->factor == 0) return fused(slope, __builtin_convertvector(key - query, floats), scores);
     floats of_key = to_bfloat16(slope * to_bfloat16(__builtin_convertvector(key, floats)));
-    return (of_key - to_bfloat16(slope * to_bfloat16(__builtin_convertvector(query, floats)))) * how->factor;
+    floats of_query = to_bfloat16(slope * to_bfloat16(__builtin_convertvector(query, floats)));
+    return fused(of_key - of_query, all(how->factor), scores);
+}
+
+/* Scores from dot products, with -infinity for keys that a query does not see. is_whole: it sees all. */
+INLINE floats masked_scores(floats products, const Scores *how, integers key, integers query, floats slope,
+                            int is_whole) {
+    floats s = products * how->scale;
+    if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
+    if (how->slopes) s = add_alibi(s, how, key, query, slope);
+    if (is_whole) return s;
+    integers sees = key <= query;
+    if (how->window) sees &= (key > query - (int32_t)how->window) | (key < (int32_t)how->sinks);
+    return (floats)(((integers)s & sees) | ((integers)all(-INFINITY) & ~sees));
 }
 
 INLINE int64_t page_bytes(const Cache *c) { return c->block_tokens * c->head_size * bytes_of(c->type); }
@@ -90,7 +112,7 @@ INLINE int type_of_queries(int type) { return FLOAT32; }
 /* scores[row][first ..] = the dot products of R queries with LANES keys. */
 #define SCORE_ROWS(R)                                                                                                 \
     INLINE void score_rows_##R(const char *keys, const char *queries, int64_t size, int type,                         \
-                               float scores[][MAX_BLOCK_TOKENS], int64_t first) {                                     \
+                               float scores[][KEYS_AT_ONCE], int64_t first) {                                     \
         int query_type = type_of_queries(type);                                                                       \
         int64_t width = size * bytes_of(type), query_width = size * bytes_of(query_type);                             \
         floats sums[R][LANES];                                                                                        \
@@ -128,7 +150,7 @@ SCORE_ROWS(1) SCORE_ROWS(2) SCORE_ROWS(3) SCORE_ROWS(4)
 /* Compute the dot products of `rows` queries with LANES keys, as scores[row][first ..]. Prefetches as many bytes from
    `soon` as the keys have. */
 INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t size, int type,
-                       float scores[][MAX_BLOCK_TOKENS], int64_t first, const char *soon) {
+                       float scores[][KEYS_AT_ONCE], int64_t first, const char *soon) {
     int64_t query_width = size * bytes_of(type_of_queries(type));
     for (int64_t at = 0; at < LANES * size * bytes_of(type); at += LINE_BYTES) prefetch_soon(soon + at);
     int row = 0;
@@ -145,7 +167,7 @@ INLINE void score_keys(const char *keys, const char *queries, int rows, int64_t 
    from `soon` as the values have. */
 #define ADD_VALUES(R, V)                                                                                              \
     INLINE void add_values_##R##x##V(const char *values, int64_t width, int64_t tokens, int64_t at, int type,         \
-                                     float weights[][MAX_BLOCK_TOKENS], float *result, int64_t result_stride,         \
+                                     float weights[][KEYS_AT_ONCE], float *result, int64_t result_stride,         \
                                      const char *soon) {                                                              \
         floats sums[R][V];                                                                                            \
         for (int r = 0; r < R; r++)                                                                                   \
@@ -178,9 +200,11 @@ ADD_VALUES(3, 4) ADD_VALUES(4, 4)
 ADD_VALUES(3, 2) ADD_VALUES(4, 2) ADD_VALUES(5, 2) ADD_VALUES(6, 2) ADD_VALUES(5, 1) ADD_VALUES(6, 1)
 #endif
 
+/* The same for all rows and entries of values. The weight of token t is weights[row][first + t]. */
 INLINE void add_values(const char *values, int rows, int64_t size, int64_t tokens, int type,
-                       float weights[][MAX_BLOCK_TOKENS], float *result, const char *soon) {
+                       float all_weights[][KEYS_AT_ONCE], int64_t first, float *result, const char *soon) {
     int64_t width = size * bytes_of(type), stride = MAX_HEAD_SIZE;
+    float (*weights)[KEYS_AT_ONCE] = (float (*)[KEYS_AT_ONCE])(all_weights[0] + first);
     for (int row = 0; row < rows; row += MAX_ROWS_OF_VALUES, soon = values) {
         int count = rows - row < MAX_ROWS_OF_VALUES ? rows - row : MAX_ROWS_OF_VALUES;
         int64_t at = 0;
@@ -211,7 +235,7 @@ INLINE void add_values(const char *values, int rows, int64_t size, int64_t token
    blocks     blocks of the sequence; entries of blocks that no row sees are not read
    queries    [rows][head_size], packed, in type_of_queries
    slopes     [rows] slope of each row's query head; read only if Scores has slopes
-   first_key, end_key   range of keys to read; first_key is the first of a block
+   first_key, end_key   range of keys to read; first_key is a multiple of KEYS_AT_ONCE
    next_keys  the page of keys that this thread will probably read next; prefetched */
 typedef struct {
     int64_t layer, head;
@@ -224,33 +248,52 @@ typedef struct {
     const char *next_keys;
 } Task;
 
-/* A page that query rows read.
+/* Adjacent keys of one page, and their values.
 
-   tokens     number of tokens of the page to read
-   is_whole   every row sees all of these tokens
-   soon       the page of keys to read next; prefetched */
+   first    index of the first of them among KEYS_AT_ONCE keys
+   soon     keys to read next; prefetched */
 typedef struct {
     const char *keys, *values, *soon;
+    int64_t first, tokens;
+} Piece;
+
+/* Up to KEYS_AT_ONCE keys that query rows read together: of a page, or of several.
+
+   pieces     those that some row sees, ascending
+   tokens     number of keys up to the last one that a row sees
+   is_whole   every row sees all of KEYS_AT_ONCE keys */
+typedef struct {
+    Piece pieces[KEYS_AT_ONCE / MIN_BLOCK_TOKENS];
+    int num_pieces;
     int64_t tokens;
     int is_whole;
-} Page;
+} Keys;
 
 /* Return the end of the range of keys to read; `last` is the last position of the rows. */
 INLINE int64_t end_of(const Task *task, int64_t last) { return last < task->end_key ? last + 1 : task->end_key; }
 
-/* Describe the page that begins with key `start`, for rows at positions `first` to `last`. Returns whether any row sees
-   the page. */
-INLINE int find_page(const Cache *c, const Scores *how, const Task *task, int64_t first, int64_t last, int64_t start,
-                     Page *page) {
-    int64_t next = start + c->block_tokens, end = end_of(task, last);
-    if (how->window && next <= first - how->window + 1 && start >= how->sinks) return 0;
-    const int32_t *block = task->blocks + start / c->block_tokens;
-    page->keys = page_of(c, block[0], task->layer, 0, task->head);
-    page->values = page_of(c, block[0], task->layer, 1, task->head);
-    page->soon = next < end ? page_of(c, block[1], task->layer, 0, task->head) : task->next_keys;
-    page->tokens = next < end ? c->block_tokens : end - start;
-    page->is_whole = next <= first + 1 && (!how->window || start > last - how->window);
-    return 1;
+INLINE const char *entry_of(const Cache *c, const Task *task, int64_t key, int is_value) {
+    return page_of(c, task->blocks[key / c->block_tokens], task->layer, is_value, task->head)
+           + key % c->block_tokens * c->head_size * bytes_of(c->type);
+}
+
+/* Describe the keys from `start` on, for rows at positions `first` to `last`. Returns whether any row sees one. */
+INLINE int find_keys(const Cache *c, const Scores *how, const Task *task, int64_t first, int64_t last, int64_t start,
+                     Keys *found) {
+    int64_t next = start + KEYS_AT_ONCE, end = end_of(task, last);
+    found->is_whole = next <= first + 1 && (!how->window || start > last - how->window);
+    if (next > end) next = end;
+    found->tokens = next - start;
+    found->num_pieces = 0;
+    for (int64_t key = start, until; key < next; key = until) {
+        until = (key / c->block_tokens + 1) * c->block_tokens;
+        if (until > next) until = next;
+        if (how->window && until <= first - how->window + 1 && key >= how->sinks) continue;
+        const char *soon = key + KEYS_AT_ONCE < end ? entry_of(c, task, key + KEYS_AT_ONCE, 0) : task->next_keys;
+        found->pieces[found->num_pieces++] = (Piece){entry_of(c, task, key, 0), entry_of(c, task, key, 1), soon,
+                                                     key - start, until - key};
+    }
+    return found->num_pieces > 0;
 }
 
 /* Partial results of query rows: sums of values weighted by e^(score - maximum), and the sums of the weights. */
@@ -259,22 +302,26 @@ typedef struct {
     float maximum[MAX_QUERY_ROWS], total[MAX_QUERY_ROWS];
 } Partial;
 
-/* Merge `other` into `partial`. */
-INLINE void merge_partial(Partial *partial, const Partial *other, int rows, int64_t size) {
+/* Merge `other` into `partial`. A row that sees no key of `other` keeps its result. */
+__attribute__((noinline))
+static void merge_partial(Partial *partial, const Partial *other, int rows, int64_t size) {
     for (int row = 0; row < rows; row++) {
+        if (other->total[row] == 0) continue;
         float top = partial->maximum[row] > other->maximum[row] ? partial->maximum[row] : other->maximum[row];
-        float shrink = exponential(all(partial->maximum[row] - top))[0];
-        float shrink_other = exponential(all(other->maximum[row] - top))[0];
+        floats shrink = exponential(all(partial->maximum[row] - top));
+        floats shrink_other = exponential(all(other->maximum[row] - top));
         partial->maximum[row] = top;
-        partial->total[row] = partial->total[row] * shrink + other->total[row] * shrink_other;
-        for (int64_t i = 0; i < size; i++)
-            partial->sums[row][i] = partial->sums[row][i] * shrink + other->sums[row][i] * shrink_other;
+        partial->total[row] = fused(all(other->total[row]), shrink_other, all(partial->total[row]) * shrink)[0];
+        for (int64_t i = 0; i < size; i += LANES) {
+            floats *sums = (floats *)(partial->sums[row] + i);
+            *sums = fused(*(const floats *)(other->sums[row] + i), shrink_other, *sums * shrink);
+        }
     }
 }
 
-/* Attend page by page. Overwrites `partial`. */
+/* Attend to the keys of the task. Overwrites `partial`. */
 INLINE void attend(const Cache *c, const Scores *how, const Task *task, Partial *partial, int type) {
-    float scores[MAX_QUERY_ROWS][MAX_BLOCK_TOKENS] __attribute__((aligned(64)));
+    float scores[MAX_QUERY_ROWS][KEYS_AT_ONCE] __attribute__((aligned(64)));
     const int64_t *position = task->position;
     float *maximum = partial->maximum, *total = partial->total, *result = partial->sums[0];
     int rows = task->rows;
@@ -287,38 +334,29 @@ INLINE void attend(const Cache *c, const Scores *how, const Task *task, Partial 
         memset(result + row * MAX_HEAD_SIZE, 0, sizeof(float) * (size_t)size);
     }
     int64_t end = end_of(task, last);
-    Page page;
-    for (int64_t start = task->first_key; start < end; start += c->block_tokens) {
-        if (!find_page(c, how, task, first, last, start, &page)) continue;
-        int64_t whole = (page.tokens + LANES - 1) / LANES * LANES;
-        for (int64_t t = 0; t < whole; t += LANES)
-            score_keys(page.keys + t * width, task->queries, rows, size, type, scores, t, page.values + t * width);
+    Keys found;
+    for (int64_t start = task->first_key; start < end; start += KEYS_AT_ONCE) {
+        if (!find_keys(c, how, task, first, last, start, &found)) continue;
+        int64_t whole = (found.tokens + LANES - 1) / LANES * LANES;
+        for (const Piece *piece = found.pieces; piece < found.pieces + found.num_pieces; piece++)
+            for (int64_t t = 0; t < piece->tokens; t += LANES)
+                score_keys(piece->keys + t * width, task->queries, rows, size, type, scores, piece->first + t,
+                           piece->values + t * width);
         for (int row = 0; row < rows; row++) {
             floats most = all(-1e30f);
             for (int64_t t = 0; t < whole; t += LANES) {
-                floats s = *(floats *)(scores[row] + t) * how->scale;
-                if (how->softcap != 0) s = hyperbolic_tangent(s / how->softcap) * how->softcap;
-                integers key = FIRST_INTEGERS + (int32_t)(start + t);
-                if (how->slopes)
-                    s += alibi(how, key, all_integers((int32_t)position[row]), all(task->slopes[row]));
-                if (!page.is_whole) {
-                    integers sees = key <= (int32_t)position[row];
-                    if (how->window)
-                        sees &= (key > (int32_t)(position[row] - how->window)) | (key < (int32_t)how->sinks);
-                    s = (floats)(((integers)s & sees) | ((integers)all(-INFINITY) & ~sees));
-                }
-                *(floats *)(scores[row] + t) = s;
-                most = larger(s, most);
+                floats *at = (floats *)(scores[row] + t);
+                *at = masked_scores(*at, how, FIRST_INTEGERS + (int32_t)(start + t),
+                                    all_integers((int32_t)position[row]),
+                                    all(how->slopes ? task->slopes[row] : 0), found.is_whole);
+                most = larger(*at, most);
             }
             float top = largest(most);
             if (top > maximum[row]) {
                 float shrink = exponential(all(maximum[row] - top))[0];
                 maximum[row] = top;
                 total[row] *= shrink;
-                for (int64_t i = 0; i < size; i += LANES) {
-                    if (i + LANES <= size) *(floats *)(result + row * MAX_HEAD_SIZE + i) *= shrink;
-                    else for (int64_t j = i; j < size; j++) result[row * MAX_HEAD_SIZE + j] *= shrink;
-                }
+                for (int64_t i = 0; i < size; i += LANES) *(floats *)(result + row * MAX_HEAD_SIZE + i) *= shrink;
             }
             floats sums = all(0);
             for (int64_t t = 0; t < whole; t += LANES) {
@@ -328,6 +366,7 @@ INLINE void attend(const Cache *c, const Scores *how, const Task *task, Partial 
             }
             total[row] += sum(sums);
         }
-        add_values(page.values, rows, size, page.tokens, type, scores, result, page.soon);
+        for (const Piece *piece = found.pieces; piece < found.pieces + found.num_pieces; piece++)
+            add_values(piece->values, rows, size, piece->tokens, type, scores, piece->first, result, piece->soon);
     }
 }

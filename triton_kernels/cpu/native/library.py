@@ -36,7 +36,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("panels", ctypes.c_void_p),
                 ("bias", ctypes.c_void_p), ("type", ctypes.c_int), ("factor", ctypes.c_float),
-                ("parts", ctypes.c_void_p), ("num_parts", ctypes.c_int64)]
+                ("parts", ctypes.c_void_p), ("num_parts", ctypes.c_int64), ("is_uniform", ctypes.c_int64)]
 
 
 class Cache(ctypes.Structure):
@@ -44,7 +44,7 @@ class Cache(ctypes.Structure):
 
     _fields_ = [("pool", ctypes.c_void_p), ("num_layers", ctypes.c_int64), ("kv_heads", ctypes.c_int64),
                 ("block_tokens", ctypes.c_int64), ("head_size", ctypes.c_int64), ("query_heads", ctypes.c_int64),
-                ("type", ctypes.c_int)]
+                ("type", ctypes.c_int), ("is_uniform", ctypes.c_int)]
 
 
 class Step(ctypes.Structure):

@@ -15,6 +15,8 @@ typedef struct {
     uint8_t *panels;                  /* of first_panel */
 } QuantisedPart;
 
+/* is_uniform: rows alone get the bits that they get among others, in each product. Without it, one row is multiplied by
+   vectors and several rows are multiplied by AMX tiles, whose sums have another order. No effect without AMX. */
 typedef struct {
     int64_t inputs, outputs;          /* inputs: padded to a multiple of INPUTS_ALIGNED */
     const void *panels;               /* of a matrix of numbers, see products.h */
@@ -23,6 +25,7 @@ typedef struct {
     float factor;                     /* on the products of a quantised matrix, before the bias */
     const QuantisedPart *parts;       /* of a quantised matrix; NULL: a matrix of numbers */
     int64_t num_parts;
+    int64_t is_uniform;
 } Matrix;
 
 INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }

@@ -35,19 +35,22 @@ class PanelMatrix:
 
     Only one thread at a time may call its methods.
 
-    dtype     of the rows that are multiplied
-    type      number of the dtype in vectors.h
-    address   address of the `Matrix` structure that the compiled code reads
-    Raises    CannotCompileError if the library cannot be built; MemoryError
+    dtype        of the rows that are multiplied
+    is_uniform   the bits of a row depend on that row alone. Without it, this does not hold with AMX: there, a single
+                 row is multiplied by vectors, because this takes less time
+    type         number of the dtype in vectors.h
+    address      address of the `Matrix` structure that the compiled code reads
+    Raises       CannotCompileError if the library cannot be built; MemoryError
     """
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, bias: torch.Tensor | None,
+                 is_uniform: bool = False) -> None:
         self._library = load_library()
         self.outputs, self.inputs, self.dtype, self.type = outputs, inputs, dtype, TYPES[dtype]
         self._padded = padded_inputs(inputs)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._matrix = Matrix(inputs=self._padded, outputs=outputs, type=self.type, factor=1.0,
-                              bias=None if self._bias is None else self._bias.data_ptr())
+                              bias=None if self._bias is None else self._bias.data_ptr(), is_uniform=is_uniform)
         self.address = address(self._matrix)
         self._registers = np.zeros(3, np.uintp)
         self._step = Step(registers=self._registers.ctypes.data, type=self.type)
@@ -124,8 +127,8 @@ class PanelMatrix:
 class PackedMatrix(PanelMatrix):
     """A copy of a weight W [outputs, inputs], and of a bias b [outputs] or None. See PanelMatrix."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(*weight.shape, weight.dtype, bias)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, is_uniform: bool = False) -> None:
+        super().__init__(*weight.shape, weight.dtype, bias, is_uniform)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self._panels = allocate_shared(-(-self.outputs // PANEL) * PANEL * self._padded * weight.itemsize)
         self._matrix.panels = self._panels.ctypes.data

@@ -118,7 +118,7 @@ static const Bf16Block bf16_blocks[MAX_ROWS + 1] = BLOCKS(bf16), bf16_single[MAX
 static const F32Block f32_blocks[MAX_ROWS + 1] = BLOCKS(f32), f32_single[MAX_ROWS + 1] = SINGLE_BLOCKS(f32);
 
 #if defined(HAS_TILES)
-#define MIN_ROWS_FOR_TILES 2
+#define MIN_ROWS_FOR_TILES 2          /* one row takes less time in vectors */
 
 /* Store the sums of rows for one panel or two adjacent ones: 32 bfloat16 outputs are one cache line of y. */
 INLINE void finish_tiles(const Matrix *m, const Target *t, int64_t row, int rows, int64_t panel, int panels,
@@ -215,7 +215,7 @@ static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t row
         return;
     }
 #if defined(HAS_TILES)
-    if (m->type == BFLOAT16 && rows >= MIN_ROWS_FOR_TILES && may_use_tiles()) {
+    if (m->type == BFLOAT16 && (rows >= MIN_ROWS_FOR_TILES || m->is_uniform) && may_use_tiles()) {
         multiply_in_tiles(m, x, stride, rows, t, first, end);
         return;
     }

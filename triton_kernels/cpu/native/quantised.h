@@ -130,18 +130,6 @@ typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint16_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int16_t signed_pairs __attribute__((vector_size(4 * LANES), aligned(4)));
 
-/* a * b + c, rounded once. */
-INLINE floats fused(floats a, floats b, floats c) {
-#if LANES == 16
-    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8
-    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    for (int lane = 0; lane < LANES; lane++) c[lane] = fmaf(a[lane], b[lane], c[lane]);
-    return c;
-#endif
-}
-
 /* sums + the products of two words of x with the pairs of words of W. */
 INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 #if defined(__AVX512VNNI__)

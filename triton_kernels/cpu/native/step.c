@@ -39,7 +39,8 @@ typedef struct {
 } Step;
 
 /* A piece of attention: query rows of one kv head of one sequence. A single row of a long sequence is split by keys
-   into several items, which are its parts. The thread that finishes the last part merges their results.
+   into several items, which are its parts of KEYS_PER_PART keys. The thread that finishes the last part merges their
+   results. Items of several rows compute the parts one after the other, and merge them in the same order.
 
    parts          number of parts; 1: not split
    first_partial  index of the result of part 0 in Job.partials, and of the counter in Job.num_finished */
@@ -47,14 +48,13 @@ typedef struct {
     int32_t sequence, head, first_row, num_rows, part, parts;
     int64_t first_partial;
 } Item;
-#define TOKENS_PER_PART 512           /* rounded up to whole blocks */
 
 typedef struct {
     const Step *step;
     const Operation *operations;
     int64_t num_operations;
     Item *items;
-    int64_t num_items, tokens_per_item, blocks_per_part, num_partials;
+    int64_t num_items, tokens_per_item, num_partials;
     Partial *partials;                /* results of parts */
     _Atomic int32_t *num_finished;    /* finished parts, at the index first_partial; 0 between operations */
 } Job;
@@ -206,28 +206,38 @@ static void rotate_and_append_rows(const Step *s, const int64_t *n, int64_t firs
     }
 }
 
+/* One function, so that rows get the same code wherever it is called. */
+__attribute__((noinline))
+static void attend_to_part(const Cache *c, const Scores *how, Task *task, int64_t part, Partial *partial, int type) {
+    task->first_key = part * KEYS_PER_PART;
+    task->end_key = task->first_key + KEYS_PER_PART;
+#if defined(HAS_ATTENTION_TILES)
+    if (fits_tiles(c)) {
+        attend_in_tiles(c, how, task, partial);
+        return;
+    }
+#endif
+    if (type == FLOAT32) attend(c, how, task, partial, FLOAT32);
+    else attend(c, how, task, partial, BFLOAT16);
+}
+
 static void attend_item(const Job *job, const int64_t *n, const Item *item, const Item *next, int type) {
     /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11, slopes 12, factor 13, sink logits 14 */
     const Step *s = job->step;
     const Cache *c = s->cache;
     View query = view_at(s, n + 1), to = view_at(s, n + 4);
     int64_t size = c->head_size, width = size * bytes_of(type), group = c->query_heads / c->kv_heads;
-    int64_t tokens_per_part = job->blocks_per_part * c->block_tokens;
     int query_type = type_of_queries(type);
     char queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
     int64_t position[MAX_QUERY_ROWS];
     float slopes[MAX_QUERY_ROWS];
-    Partial here, *partial = item->parts > 1 ? job->partials + item->first_partial + item->part : &here;
+    Partial here, other, *partial = item->parts > 1 ? job->partials + item->first_partial + item->part : &here;
     Scores how = {as_float(n[8]), as_float(n[9]), n[10], n[11], POINTER(const float *, n[12]), as_float(n[13]),
                   POINTER(const float *, n[14])};
-    Task task = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, slopes, 0, 0,
-                 INT64_MAX,
+    Task task = {n[7], item->head, s->block_tables + item->sequence * s->table_stride, queries, position, slopes, 0,
+                 item->part * KEYS_PER_PART, 0,
                  page_of(c, s->block_tables[next->sequence * s->table_stride
-                                            + next->part * job->blocks_per_part], n[7], 0, next->head)};
-    if (item->parts > 1) {
-        task.first_key = item->part * tokens_per_part;
-        task.end_key = item->part + 1 < item->parts ? task.first_key + tokens_per_part : INT64_MAX;
-    }
+                                            + next->part * KEYS_PER_PART / c->block_tokens], n[7], 0, next->head)};
     for (int64_t at = 0; at < group; at += MAX_QUERY_ROWS) {         /* more than once only for very large groups */
         int64_t heads = group - at < MAX_QUERY_ROWS ? group - at : MAX_QUERY_ROWS, count = 0;
         for (int64_t row = item->first_row; row < item->first_row + item->num_rows; row++)
@@ -241,13 +251,13 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
                 if (how.slopes) slopes[count] = how.slopes[query_head];
             }
         task.rows = (int)count;
-#if defined(HAS_ATTENTION_TILES)
-        if (fits_tiles(c, task.rows)) attend_in_tiles(c, &how, &task, partial);
-        else
-#endif
-        if (type == FLOAT32) attend(c, &how, &task, partial, FLOAT32);
-        else attend(c, &how, &task, partial, BFLOAT16);
-        if (item->parts > 1) {
+        attend_to_part(c, &how, &task, item->part, partial, type);
+        if (item->parts == 1)
+            for (int64_t part = 1; part * KEYS_PER_PART <= position[count - 1]; part++) {
+                attend_to_part(c, &how, &task, part, &other, type);
+                merge_partial(partial, &other, task.rows, size);
+            }
+        else {
             _Atomic int32_t *finished = job->num_finished + item->first_partial;
             if (atomic_fetch_add_explicit(finished, 1, memory_order_acq_rel) + 1 < item->parts) return;
             atomic_store_explicit(finished, 0, memory_order_relaxed);
@@ -532,10 +542,9 @@ static void run_alone(const Job *job) {
 static void list_items(Job *job, Item *items) {
     const Step *s = job->step;
     int64_t group = s->cache->query_heads / s->cache->kv_heads, count = 0, partials = 0;
-    int64_t tokens_per_part = job->blocks_per_part * s->cache->block_tokens;
     for (int64_t sequence = 0; sequence < s->num_sequences; sequence++) {
         int64_t start = s->query_starts[sequence], end = s->query_starts[sequence + 1], parts = 1;
-        if (end - start == 1 && group <= MAX_QUERY_ROWS) parts = s->positions[start] / tokens_per_part + 1;
+        if (end - start == 1 && group <= MAX_QUERY_ROWS) parts = s->positions[start] / KEYS_PER_PART + 1;
         for (int64_t row = end; row > start; row -= job->tokens_per_item) {        /* the longest first */
             int64_t first = row - job->tokens_per_item > start ? row - job->tokens_per_item : start;
             for (int64_t head = 0; head < s->cache->kv_heads; head++) {
@@ -556,7 +565,6 @@ static int make_lists(Job *job) {
     const Cache *c = job->step->cache;
     int64_t group = c->query_heads / c->kv_heads;
     job->tokens_per_item = group >= MAX_QUERY_ROWS ? 1 : MAX_QUERY_ROWS / group;
-    job->blocks_per_part = (TOKENS_PER_PART + c->block_tokens - 1) / c->block_tokens;
     list_items(job, 0);
     job->items = malloc((size_t)job->num_items * sizeof(Item) + 1);
     job->partials = aligned_alloc(64, (size_t)(job->num_partials + 1) * sizeof(Partial));

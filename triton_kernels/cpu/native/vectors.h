@@ -45,6 +45,18 @@ INLINE integers all_integers(int32_t value) { return (integers){} + value; }
 #define FIRST_INTEGERS ((integers){0, 1, 2, 3})
 #endif
 
+/* a * b + c, rounded once. */
+INLINE floats fused(floats a, floats b, floats c) {
+#if LANES == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < LANES; lane++) c[lane] = fmaf(a[lane], b[lane], c[lane]);
+    return c;
+#endif
+}
+
 INLINE floats widen(halves narrow) {
 #if LANES == 8
     return (floats)((words)_mm256_cvtepu16_epi32((__m128i)narrow) << 16);    /* GCC takes five instructions for it */

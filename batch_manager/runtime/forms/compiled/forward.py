@@ -49,6 +49,7 @@ class CompiledForward:
     num_heads     number of query heads
     governor      chooses the number of threads of each call
     port          the adapters that the recording adds; None: it adds none
+    is_uniform    the bits of a row depend on its sequence alone, if this holds for the matrices; see PanelMatrix
     Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
                   CompiledForward, and packing raises the same error
     """
@@ -56,14 +57,15 @@ class CompiledForward:
     dispatch = "compiled"
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, governor: ThreadGovernor,
-                 port: LoraPort | None = None) -> None:
+                 port: LoraPort | None = None, is_uniform: bool = False) -> None:
         self._governor, self._port, self.adapts = governor, port, port is not None
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
         self._operations = np.array(recording.operations, np.int64)
         self._offsets, self._row_entries = arrange(recording)
-        self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type)
+        self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type,
+                            is_uniform)
         self._registers = np.zeros(len(recording.strides), np.uintp)
         self._step = Step(registers=self._registers.ctypes.data,
                           cache=address(self._cache), type=self._type)
@@ -195,7 +197,7 @@ def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
     matrix = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
     governor = ThreadGovernor(threads)
-    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters)
+    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters, loaded.deterministic)
     num_tokens = min(COMPARED_TOKENS, parts.tokens_per_block, spec.max_position_embeddings)
     step = first_step(num_tokens, spec.vocab_size, num_tokens)
 
