@@ -5,8 +5,8 @@
 A value has a byte for its kind, then its content. A dataclass has its fields in order. The kinds, the dataclasses and
 the dtypes of arrays are closed lists, and each length has a limit. Nothing is pickled, so bytes cannot name code.
 
-Of a SlotSetup, the pages of the adapter travel: only the rank that draws tokens reads the other fields. Its place stays
-in any case, because a setup marks the first chunk of a sequence.
+Of a SlotSetup, the pages of the adapter travel, and whether logits of the context are wanted: only the rank that draws
+tokens reads the other fields. Its place stays in any case, because a setup marks the first chunk of a sequence.
 """
 
 import struct
@@ -44,7 +44,8 @@ INT32, FLOAT32 = DTYPES[0], DTYPES[1]
 CONSTANTS = (None, False, True, NO_GENERATION, NO_UPDATES)
 CLASSES: tuple[type, ...] = (ScheduledBatch, ContextWork, GenerationWork, BlockTableUpdates, BlockCopy, BlockClear,
                              AdapterLoad, SlotSetup, AdapterContent, AdapterPart)
-ONLY_FIELDS: dict[type, tuple[str, ...]] = {SlotSetup: ("adapter_pages",)}                 # others travel whole
+ONLY_FIELDS: dict[type, tuple[str, ...]] = {                                               # others travel whole
+    SlotSetup: ("adapter_pages", "return_context_logits")}
 NUMBERS = tuple(map(np.dtype, ("float32", "float16", "uint16")))                           # of an adapter
 ARRAY_DTYPES: dict[tuple[type, str], tuple[np.dtype, ...]] = {
     (ContextWork, "embeddings"): (FLOAT32,), (AdapterPart, "a"): NUMBERS, (AdapterPart, "b"): NUMBERS}

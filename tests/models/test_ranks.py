@@ -18,8 +18,9 @@ from .test_same_logits_as_transformers import FAMILIES, NO_TOKENS
 from .test_stages import Stages
 
 # Heads that 2 and 4 divide, in groups. GPT-2, GPT-J and BLOOM have 4 heads in the reference.
-HEADS = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
-MORE = {"GPT2": {}, "GPTJ": {}, "Bloom": {}}
+VOCABULARY = {"vocab_size": 160}       # which 2 and 4 divide, too
+HEADS = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, **VOCABULARY}
+MORE = dict.fromkeys(("GPT2", "GPTJ", "Bloom"), VOCABULARY)
 CASES = ["llama, one key head per query head, biases", "mistral, window of 7", "qwen2", "qwen3, tied", "gemma",
          "gemma 2", "gemma 3", "olmo 2", "olmo 3", "phi 3, window, a part of each head rotated, tied", "gpt-neox",
          "gpt-neox, one after the other, no biases, tied", "smollm 3", "stablelm, side by side, biases, more rotated",
@@ -86,6 +87,9 @@ def check_ranks(path):
             loaded = load_model(path, device="cpu", dtype="float32", split=split)
             assert loaded.spec.num_heads * split.size == whole.loaded.spec.num_heads
             assert loaded.weight_bytes < whole.loaded.weight_bytes
+            parts = 1 if loaded.spec.vocab_size % split.size else split.size
+            assert loaded.model.head.is_split == (parts > 1)
+            assert len(loaded.model.embedding.weight) * parts == loaded.spec.vocab_size
             return Driver(loaded).generate(PROMPTS, 3, chunk=16)
 
         for own_sequences, own_logits in Threads(size).run(work):

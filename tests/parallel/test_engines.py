@@ -23,7 +23,7 @@ from tests.models.test_same_logits_as_transformers import FAMILIES
 
 from .engines import Job, manager_of, run_alone, run_rank, run_ranks
 
-NEW_TOKENS = 4
+NEW_TOKENS, WITH_CONTEXT_LOGITS = 4, 1
 # (tensor_parallel_size, pipeline_parallel_size) -> cases, and what differs from HEADS in them. The stages of the other
 # families are compared in tests/models/test_stages.py.
 ADAPTED = [((2, 1), "llama, grouped queries"), ((1, 2), "gpt2")]
@@ -50,7 +50,8 @@ def engines(reference, fork_server):  # noqa: F811
             if "new_decoder_architecture" in options:
                 more = {**more, "num_kv_heads": 4}
             models[sizes, case], folder = reference(family, **{**options, **more})
-            requests = [((number, prompt, NEW_TOKENS), {"return_generation_logits": True})
+            requests = [((number, prompt, NEW_TOKENS), {"return_generation_logits": True,
+                                                        "return_context_logits": number == WITH_CONTEXT_LOGITS})
                         for number, prompt in enumerate(PROMPTS)]
             jobs[sizes, case] = Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1],
                                                        "enable_trt_overlap": len(jobs) % 2 == 0,
@@ -89,17 +90,20 @@ def greedy(model, prompt):
         for _ in range(NEW_TOKENS):
             logits = model(torch.tensor([tokens])).logits[0]
             tokens.append(int(logits[-1].argmax()))
-    return tokens, logits[len(prompt) - 1 :].numpy()
+    return tokens, logits.numpy()
 
 
 @pytest.mark.parametrize("sizes, case", [(sizes, case) for sizes, cases in ENGINES.items() for case in cases])
 def test_engines_have_the_tokens_and_logits_of_transformers(sizes, case, engines):
     model, job, answers = engines[sizes, case]
     for number, prompt in enumerate(PROMPTS):
-        tokens, logits = greedy(model, prompt)
-        answer = answers[number]
+        tokens, all_logits = greedy(model, prompt)
+        answer, logits = answers[number], all_logits[len(prompt) - 1:]
         assert answer.tokens[-1] == tokens and not answer.error
         assert np.abs(answer.tensors["generation_logits"].reshape(logits.shape) - logits).max() < 1e-4
+        if number == WITH_CONTEXT_LOGITS:
+            logits = all_logits[:len(prompt)]
+            assert np.abs(answer.tensors["context_logits"].reshape(logits.shape) - logits).max() < 1e-4
     if sizes == (1, 2):
         options = {name: value for name, value in job.options.items() if name not in ("tensor", "stages")}
         alone, _ = run_alone(job._replace(options={**options, "device": "cpu"}))

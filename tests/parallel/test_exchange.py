@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from batch_manager.errors import ConfigError, DeviceLostError
-from batch_manager.runtime.ranks.exchange import Exchange, open_store
+from batch_manager.runtime.ranks.exchange import Exchange, Portion, open_store
 
 from .conftest import end_here, free_port, place_among
 
@@ -75,7 +75,7 @@ def test_sums_and_gathers(processes):
 
 
 def model_step(exchange, rows, fails_at=None):
-    """The exchanges of a step of a small model, in two calls. Returns the last hidden states of the second call."""
+    """The exchanges of a step: two calls of the layers, and two of the head. Returns the last hidden states."""
     place, count = exchange.place, 0
 
     def point():
@@ -84,7 +84,9 @@ def model_step(exchange, rows, fails_at=None):
         if count - 1 == fails_at:
             raise Planted
 
-    with exchange.step([rows, 2]):
+    is_last = place.stage == place.pipeline_parallel_size - 1
+    logits = [Portion("logits", 3), Portion("logits", rows)] * (is_last and place.tensor_parallel_size > 1)
+    with exchange.step([Portion("layers", rows), Portion("layers", 2), *logits]):
         for num_rows in (rows, 2):
             point()
             hidden = torch.ones(num_rows, HIDDEN) if place.stage == 0 else exchange.receive(num_rows)
@@ -94,10 +96,17 @@ def model_step(exchange, rows, fails_at=None):
                 point()
                 hidden = hidden + exchange.sum(torch.ones(num_rows, HIDDEN)) * squares.float()
             point()
-            if place.stage < place.pipeline_parallel_size - 1:
+            if not is_last:
                 exchange.send(hidden)
             point()
-            exchange.end_call()
+            exchange.end_part()
+        for index in range(2):                         # as many points on each rank
+            point()
+            if not logits:
+                continue
+            num_rows = logits[index].num_rows
+            assert exchange.gather(torch.ones(num_rows, 5)).shape == (num_rows, 5 * place.tensor_parallel_size)
+            exchange.end_part()
     return hidden, count
 
 

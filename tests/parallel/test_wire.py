@@ -60,7 +60,7 @@ def same(first, second) -> bool:
     if type(first) is tuple:
         return len(first) == len(second) and all(map(same, first, second))
     if type(first) is SlotSetup:
-        return second == SlotSetup(adapter_pages=first.adapter_pages)
+        return second == SlotSetup(adapter_pages=first.adapter_pages, return_context_logits=first.return_context_logits)
     if type(first) in FIELDS:
         return all(same(getattr(first, field.name), getattr(second, field.name)) for field in fields(first))
     return first == second

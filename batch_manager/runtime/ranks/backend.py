@@ -12,8 +12,9 @@ import torch
 
 from ...attention.interface import Attention
 from ...decoding.decoder import GptDecoder
+from ...decoding.logits_return import ROWS_AT_ONCE
 from ...decoding.position_ring import PositionRing
-from ...decoding.slots import SlotState
+from ...decoding.slots import CONTEXT_LOGITS, SlotState
 from ...handover import GenerationWork, ScheduledBatch, StepOutput
 from ...models.registry import Model
 from ...seams import PendingStep
@@ -25,7 +26,7 @@ from ..forms.form import Choice
 from ..forms.packed.form import CallsForm, LayersForward
 from ..native_backend import NativeBackend
 from ..packing import Divide, ModelCall
-from .exchange import Exchange
+from .exchange import Exchange, Portion
 
 
 class RankForward(LayersForward):
@@ -37,7 +38,7 @@ class RankForward(LayersForward):
 
     def run(self, call: ModelCall, *given: Any) -> torch.Tensor:
         hidden = super().run(call, *given)
-        self._exchange.end_call()
+        self._exchange.end_part()
         return hidden
 
 
@@ -52,16 +53,23 @@ class InputTokens:
 
 
 class LayersForm(CallsForm):
-    """The form `packed` of a rank that draws no tokens: the layers, without head, sampling and results."""
+    """The form `packed` of a rank that draws no tokens: the layers, and its part of the head, without sampling and
+    results."""
 
-    def __init__(self, inputs: InputTokens, *given: Any) -> None:
+    def __init__(self, inputs: InputTokens, splits_head: bool, *given: Any) -> None:
         super().__init__(*given)
-        self._inputs = inputs
+        self._inputs, self._splits_head = inputs, splits_head
 
     def start(self, batch: ScheduledBatch, traits: int) -> "RunLayers":
-        for call in self._divide(batch, self._parts.tables, self._parts.tokens_per_block):
-            self._run(call, self._inputs.tokens, {}, {})
+        hidden = [self._run(call, self._inputs.tokens, {}, {})[0]
+                  for call in self._divide(batch, self._parts.tables, self._parts.tokens_per_block)]
+        if self._splits_head and any(map(len, hidden)):
+            self._head.logits(torch.cat(hidden))
         return RunLayers(batch.micro_batch_id, self._parts.stream)
+
+    def _return_logits(self, *given: Any) -> None:
+        if self._splits_head:
+            super()._return_logits(*given)
 
 
 class RunLayers:
@@ -84,6 +92,23 @@ def on_stage(divide: Divide, is_first: bool) -> Divide:
     def without_embeddings(batch: ScheduledBatch, tables: BlockTables, tokens_per_block: int) -> list[ModelCall]:
         return [replace(call, embeddings=None) for call in divide(batch, tables, tokens_per_block)]
     return without_embeddings
+
+
+def parts_of_step(batch: ScheduledBatch, divide: Divide, slots: SlotState, splits_head: bool) -> list[Portion]:
+    """Return the parts of a step in order: each call of the layers, and the calls of a head that several ranks have.
+
+    slots   tells which sequences want the logits of their contexts, unless this is the first chunk
+    """
+    first, *others = [Portion("layers", count) for count in rows_of_calls(batch, divide)]
+    if not splits_head:
+        return [first, *others]
+    wanted = [len(work.token_ids) for work in batch.context
+              if (slots.active(CONTEXT_LOGITS, np.array([work.slot]))[0] if work.setup is None
+                  else work.setup.return_context_logits)]
+    returned = [Portion("logits", min(count - start, ROWS_AT_ONCE))
+                for count in wanted for start in range(0, count, ROWS_AT_ONCE)]
+    drawn = sum(work.is_last_chunk for work in batch.context) + len(batch.generation) * batch.generation.beam_width
+    return [first, *returned, *others, *([Portion("logits", drawn)] if drawn else [])]
 
 
 def rows_of_calls(batch: ScheduledBatch, divide: Divide) -> list[int]:
@@ -116,13 +141,15 @@ class RankBackend(NativeBackend):
     divide      a function of packing.py, which divides a step into calls of the model
     exchange    what the ranks exchange in a step
     inputs      of the LayersForm of a rank that draws no tokens; None on rank 0
+    splits_head   as for StagedModel
     """
 
     choice = Choice("packed", ())                      # of every step
 
-    def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None) -> None:
+    def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None,
+                 splits_head: bool) -> None:
         super().__init__(*given)
-        self._divide, self._exchange, self._inputs = divide, exchange, inputs
+        self._divide, self._exchange, self._inputs, self._splits_head = divide, exchange, inputs, splits_head
 
     def take_drawn(self, batch: ScheduledBatch) -> tuple[Any, ...]:
         """Return what the other ranks need for a step: the tokens with which its generating sequences continue."""
@@ -140,7 +167,7 @@ class RankBackend(NativeBackend):
         """Launch a step; see seams.ModelBackend."""
         parts = self._parts
         with (on_device(parts.device, parts.stream), torch.inference_mode(),
-              self._exchange.step(rows_of_calls(batch, self._divide))):
+              self._exchange.step(parts_of_step(batch, self._divide, parts.slots, self._splits_head))):
             return super().start(batch)
 
     def start_alike(self, batch: ScheduledBatch) -> PendingStep:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -124,6 +124,13 @@ def _lost(what: str, error: BaseException) -> DeviceLostError:
                            "start all ranks again; the rank that failed first says why")
 
 
+class Portion(NamedTuple):
+    """A part of a step: "layers" or "logits", and its number of rows."""
+
+    name: str
+    num_rows: int
+
+
 class Exchange:
     """What a rank exchanges with others in a step: sums and rows with the ranks of its stage, hidden states with the
     stages before and after. It is the Split of its stage's layers.
@@ -131,8 +138,9 @@ class Exchange:
     rank, size   number of this rank in its stage, and number of ranks of the stage
     wait_s       seconds that this rank has waited for others
 
-    Each call of the model has the same exchanges in the same order; only the number of rows differs. After a call that
-    failed, `complete` takes part in the exchanges that are left, with zeros, so that no other rank waits for this one.
+    Each part of a step, such as the layers or the head, has the same exchanges in the same order; only the number of
+    rows differs. After a part that failed, `complete` takes part in the exchanges of the step that are left, with
+    zeros, so that no other rank waits for this one.
 
     in_rank_order   add the terms of a sum in order of rank, so that its bits depend on nothing else. Of two terms the
                     order does not matter
@@ -146,8 +154,8 @@ class Exchange:
         self._stages: Any = None                       # group of this rank's counterparts in all stages
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self._done: list[tuple[str, int, torch.dtype]] = []
-        self._of_a_call: list[tuple[str, int, torch.dtype]] = []
-        self._rows: list[int] = []                     # rows of the calls of the step that are not complete
+        self._of_parts: dict[str, list[tuple[str, int, torch.dtype]]] = {}
+        self._left: list[Portion] = []                # parts of the step that are not complete
         self._spare = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._hidden_size, self._dtype = 0, torch.float32
         self.wait_s = 0.0
@@ -172,7 +180,7 @@ class Exchange:
         self._spare = torch.zeros(parts * most_rows * max(hidden_size * dtype.itemsize, 4), dtype=torch.uint8,
                                   device=device)
 
-    # ------------------------------------------------------------------ the exchanges of a call
+    # ------------------------------------------------------------------ the exchanges of a part
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -232,12 +240,9 @@ class Exchange:
     # ------------------------------------------------------------------ a step
 
     @contextlib.contextmanager
-    def step(self, rows_of_calls: Sequence[int]) -> Iterator[None]:
-        """Context manager for the calls of a step. An exception leaves it after `complete`.
-
-        rows_of_calls   number of rows of each call of the model in the step, in order
-        """
-        self._rows = list(rows_of_calls)
+    def step(self, parts: Sequence["Portion"]) -> Iterator[None]:
+        """Context manager for the parts of a step, in order. An exception leaves it after `complete`."""
+        self._left = list(parts)
         self._done.clear()
         try:
             yield
@@ -247,18 +252,18 @@ class Exchange:
             self.complete()
             raise
 
-    def end_call(self) -> None:
-        """Note that a call of the model is complete."""
-        self._of_a_call, self._done = self._done, []
-        self._rows.pop(0)
+    def end_part(self) -> None:
+        """Note that a part of the step is complete."""
+        self._of_parts[self._left.pop(0).name], self._done = self._done, []
 
     def complete(self) -> None:
         """Take part in the exchanges of the step that are left, with zeros. Raises DeviceLostError."""
-        while self._rows:
-            for kind, columns, dtype in self._of_a_call[len(self._done) :]:
-                self._take_part(kind, self._rows[0], columns, dtype)
+        while self._left:
+            part = self._left[0]
+            for kind, columns, dtype in self._of_parts[part.name][len(self._done) :]:
+                self._take_part(kind, part.num_rows, columns, dtype)
             self._done.clear()
-            self._rows.pop(0)
+            self._left.pop(0)
 
     def _take_part(self, kind: str, num_rows: int, columns: int, dtype: torch.dtype) -> None:
         size = num_rows * columns * dtype.itemsize

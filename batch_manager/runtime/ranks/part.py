@@ -88,11 +88,12 @@ class RankPart:
         inputs = None if draws else InputTokens()
         forward = RankForward(model, parts.attention, parts.adapters, exchange)
         given = "packed", parts, model, forward, LayersHead(model), divide
-        forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, *given)], parts, absent)
+        forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, model.splits_head, *given)], parts, absent)
         log_forms(forms)
         # A step is launched when the step before it has been read: the next one's frame has its tokens.
         info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False, max_draft_tokens=0)
-        backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs)
+        backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs,
+                              splits_head=model.splits_head)
         with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
             warm_up(parts, forms, own_stages, backend.start_alike)
         self.agree("warm-up", None)

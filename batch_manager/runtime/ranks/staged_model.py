@@ -13,12 +13,14 @@ class StagedModel:
     """A registry.Model that is one of several stages, which run on different ranks.
 
     model      the layers of the stage, with the embedding on the first stage, and the norm and the head on the last one
+
+    splits_head   whether the ranks of this stage divide the head, so that all of them compute logits
     """
 
     def __init__(self, model: Any, stage: Stage, exchange: Exchange) -> None:
         self._model, self._stage, self._exchange = model, stage, exchange
         self.prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
-        self.logits = model.logits
+        self.splits_head = getattr(model, "head", None) is not None and model.head.is_split
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings on the first stage, and the hidden states of the stage before on a later one."""
@@ -29,3 +31,9 @@ class StagedModel:
         if not self._stage.is_last:
             self._exchange.send(hidden)
         return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._model.logits(hidden)
+        if self.splits_head:
+            self._exchange.end_part()
+        return logits
