@@ -41,13 +41,14 @@ def weight_files(model_path: str | os.PathLike[str]) -> list[Path]:
 
 
 def identities(model_path: str | os.PathLike[str]) -> dict[Path, tuple[int, ...]]:
-    """Return device, number, size and times of each weight file: take them before the weights are read. A file that is
-    missing has none, and the loader refuses it."""
-    found = {}
-    for file in weight_files(model_path):
-        with suppress(OSError):
-            found[file] = _identity(file.stat())
-    return found
+    """Return device, number, size and times of each weight file: take them before the weights are read.
+
+    Returns {} for a path without such files, and for what is no path: the loader refuses it with a better reason.
+    """
+    try:
+        return {file: _identity(file.stat()) for file in weight_files(model_path)}
+    except (OSError, TypeError, ValueError):
+        return {}
 
 
 def content_digest(files: Mapping[Path, tuple[int, ...]], kept_in: str | os.PathLike[str] | None = None,

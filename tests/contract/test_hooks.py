@@ -225,7 +225,7 @@ def test_the_text_of_an_error_response_is_taken_apart():
         with pytest.raises(TypeError, match="the text is of type .*; expected a str; "):
             ErrorCode.of(no_text)
     assert {code for code in ErrorCode if code.is_retryable} == {
-        ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED}
+        ErrorCode.QUEUE_FULL, ErrorCode.SHUTDOWN, ErrorCode.ENGINE_FAILED, ErrorCode.KV_TRANSFER_FAILED}
     assert (ErrorCode.QUEUE_FULL.http_status, ErrorCode.SHUTDOWN.http_status, ErrorCode.INVALID_REQUEST.http_status
             ) == (429, 503, 400)
 

@@ -19,7 +19,7 @@ DOCUMENTED = [
     "prompt_vocab_size", "lora_task_id", "lora_weights",
     "lora_config", "draft_input_ids", "draft_logits", "return_log_probs", "return_context_logits",
     "return_generation_logits", "input_lengths", "streaming", "return_perf_metrics",
-    "return_top_log_probs", "raw_log_probs",
+    "return_top_log_probs", "raw_log_probs", "context_phase_params",
 ]
 
 

@@ -25,6 +25,7 @@ ALLOWED: dict[str | tuple[str, str], str] = {
                      ("batch_manager/runtime/forms/comparison.py", "describe_difference"),
                      ("batch_manager/runtime/kv_pool.py", "make_host_pool"),
                      ("batch_manager/runtime/adapters/port.py", "LoraPort.of"),
+                     ("batch_manager/layers/weight_form.py", "quantised"),
                      ("batch_manager/models/alibi_slopes.py", "_powers"),
                      ("batch_manager/models/falcon.py", "Falcon.read_spec"),
                      "batch_manager/models/transformers/load_check.py",
