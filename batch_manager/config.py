@@ -439,9 +439,9 @@ class TrtGptModelOptionalParams:
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
-                                whose tokens their logits and the seed alone decide, except with
-                                InferenceRequest(speculation=False); run_ahead is then off. None: no drafts. Refused
-                                with TrtGptModelType.V1, Parts.stages and several ranks
+                                without beams and post-processors, except with InferenceRequest(speculation=False);
+                                run_ahead is then off. None: no drafts. Refused with TrtGptModelType.V1,
+                                Parts.stages and several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
                                 enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks

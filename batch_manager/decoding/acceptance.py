@@ -8,20 +8,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .slots import (
-    BEAMS,
-    GENERATION_LOGITS,
-    HISTORY,
-    POST_PROCESSED,
-    RAW_LOG_PROBS,
-    STAGES,
-    STOP_WORDS,
-    TOP_LOG_PROBS,
-)
+from .slots import BEAMS, POST_PROCESSED
 
-# Features of sequences whose drafts are not verified: what they read of a row is the same for all rows of a sequence.
-UNVERIFIED = (STAGES | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS | POST_PROCESSED | TOP_LOG_PROBS |
-              RAW_LOG_PROBS)
+# Features of sequences whose drafts are not verified: several of their rows in a step are beams.
+UNVERIFIED = BEAMS | POST_PROCESSED
+
+
+def offsets_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([r] place of each row in its sequence, [r] bool: whether a draft follows it); counts [n]: drafts."""
+    starts = np.cumsum(1 + counts) - (1 + counts)
+    offsets = np.arange(int((1 + counts).sum())) - np.repeat(starts, 1 + counts)
+    return offsets, offsets < np.repeat(counts, 1 + counts)
 
 
 def accepted(arrays: Mapping[str, np.ndarray], counts: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -35,9 +32,7 @@ def accepted(arrays: Mapping[str, np.ndarray], counts: np.ndarray, drafts: np.nd
     drafts   [sum of counts] the draft tokens
     """
     starts = np.cumsum(1 + counts) - (1 + counts)
-    offsets = np.arange(len(arrays["tokens"])) - np.repeat(starts, 1 + counts)
-    has_draft = np.ones(len(offsets), bool)
-    has_draft[starts + counts] = False
+    offsets, has_draft = offsets_of(counts)
     goes_on = has_draft.copy()
     goes_on[has_draft] = arrays["tokens"][has_draft] == drafts
     goes_on &= (arrays["finish"] == 0) & (arrays["finite"] != 0)

@@ -10,6 +10,7 @@ from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
 from ..triton_kernels.sample_scratch import BUCKETS
+from .acceptance import offsets_of
 from .beam_sampling import BeamRows, SampledBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
 from .end_ids import MoreEndIds
@@ -149,14 +150,40 @@ class GptDecoder:
             finish |= self._more_end_ids.end(tokens, rows).view(torch.uint8)
         return self._stop_words.mark(finish, tokens, rows) if rows.features & STOP_WORDS else finish
 
+    def assume(self, rows: SamplingRows, counts: np.ndarray, drafts: np.ndarray) -> None:
+        """Store draft tokens in the state that stages and stop words read, as if they had been sampled.
+
+        Before `sample`, in a step with drafts. `keep` overwrites what is rejected, or later steps do.
+
+        rows     as for `sample`
+        counts   [n] number of drafts of each sequence, in the order of the rows
+        drafts   [sum of counts] the draft tokens
+        """
+        features = int(np.bitwise_or.reduce(self.state.features[rows.slots]))
+        if not features & (HISTORY | self.stages.decaying):
+            return
+        offsets, has_draft = offsets_of(counts)
+        places = [np.flatnonzero(has_draft)]               # a history takes them at once, top-p decays token by token
+        if features & self.stages.decaying:
+            places = [np.flatnonzero(has_draft & (offsets == place)) for place in range(int(counts.max()))]
+        before = np.cumsum(has_draft) - has_draft
+        for chosen in places:
+            device_chosen, tokens = self.state.send([chosen, drafts[before[chosen]]])
+            part = LogitsRows(SamplingRows(rows.slots[chosen], rows.positions[chosen], rows.device_slots[device_chosen],
+                                           rows.device_positions[device_chosen]), self.state, self.history)
+            self._store(part, tokens)
+
     def keep(self, sampled: SampledStep) -> None:
         """Store the sampled tokens in all state that later steps read: newest tokens, token histories and stages."""
         rows = sampled.rows
-        if rows.features & HISTORY:
-            self.history.append(rows, rows.active(HISTORY), sampled.tokens)
-        if rows.features & STAGES:
-            self.stages.keep(rows, sampled.tokens)
+        self._store(rows, sampled.tokens)
         self.state.last_tokens.put(rows.device_slots, rows.device_positions, sampled.tokens.long())
+
+    def _store(self, rows: LogitsRows, tokens: torch.Tensor) -> None:
+        if rows.features & HISTORY:
+            self.history.append(rows, rows.active(HISTORY), tokens)
+        if rows.features & STAGES:
+            self.stages.keep(rows, tokens)
 
     def plain_counts(self, num_rows: int) -> torch.Tensor:
         """Return new memory for the argument `counts` of `sample_plain`, which the caller must set to zeros.

@@ -45,13 +45,15 @@ class TopRows:
                        [count for part in parts for count in part.counts], tensors)
 
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
-        """Return slot -> likeliest tokens of the slot's row, with their log-probs.
+        """Return slot -> likeliest tokens of the slot's rows, which are contiguous, with their log-probs.
 
         arrays   the arrays of `tensors`, copied to the host
         """
         ids, log_probs = arrays["top_ids"], arrays["top_log_probs"]
-        return {slot: TopLogProbs(ids[row: row + 1, :count], log_probs[row: row + 1, :count])
-                for row, (slot, count) in enumerate(zip(self.slots, self.counts))}
+        starts = [row for row in range(len(self.slots)) if not row or self.slots[row] != self.slots[row - 1]]
+        return {self.slots[start]: TopLogProbs(ids[start:stop, :self.counts[start]],
+                                               log_probs[start:stop, :self.counts[start]])
+                for start, stop in zip(starts, [*starts[1:], len(self.slots)])}
 
 
 def log_distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..handover import RowFailure
+from ..handover import RowFailure, TopLogProbs
 from ..names import ErrorCode
 from .beam_sampling import SampledBeams
 from .log_prob_report import TopRows
@@ -105,6 +105,8 @@ class SampledStep:
         slots = self.slots
         if is_new is not None and num_new is not None:
             slots, arrays = self.rows.slots[is_new], {**arrays, "finite": arrays["finite"] | ~is_new}
+            if "emptied" in arrays:
+                arrays["emptied"] = arrays["emptied"] & is_new
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
             failures = self._failures(arrays, vocab_size) | failures
         tokens, finish, log_probs = arrays["tokens"].astype(np.int32), arrays["finish"], arrays.get("log_probs")
@@ -122,6 +124,12 @@ class SampledStep:
             columns["generation_logits"] = logits_by_slot(self.logits_slots, arrays["logits"])
         if self.top is not None:
             columns["top_log_probs"] = self.top.by_slot(arrays)
+        if num_new is not None:
+            new_of = dict(zip(columns["slots"].tolist(), num_new.tolist()))
+            columns["generation_logits"] = {slot: logits[:new_of[slot]] for slot, logits
+                                            in columns.get("generation_logits", {}).items()}
+            columns["top_log_probs"] = {slot: TopLogProbs(top.ids[:new_of[slot]], top.log_probs[:new_of[slot]])
+                                        for slot, top in columns.get("top_log_probs", {}).items()}
         columns["failures"] = failures
         return columns
 

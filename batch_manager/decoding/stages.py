@@ -62,6 +62,7 @@ class Stages:
 
     In `SlotState`, each stage has one bit in `features`, and a column for each parameter that it reads.
 
+    decaying      bits of the stages whose state depends on the sampled tokens
     raised_last   the stage that last raised, in `set_up` or `apply`; None: no stage raised
     """
 
@@ -70,6 +71,7 @@ class Stages:
         self.raised_last: LogitsStage | None = None
         self._by_bit = [(1 << index, stage) for index, stage in enumerate(stages)]
         self._decay = [(bit, stage) for bit, stage in self._by_bit if isinstance(stage, TopPDecay)]
+        self.decaying = sum(bit for bit, _ in self._decay)
         self._changing = sum(bit for bit, stage in self._by_bit if not isinstance(stage, TopPDecay))
         for stage in stages:
             state.add_columns(stage.reads)

@@ -14,7 +14,7 @@ from ..handover import SlotSetup
 from ..sampling_config import top_p_after
 from .logits_rows import LogitsRows
 from .logits_stage import LogitsStage
-from .position_ring import COLUMNS, PositionRing
+from .position_ring import PositionRing
 from .slots import SlotState
 
 
@@ -30,8 +30,9 @@ class TopPDecay(LogitsStage):
     reads = ("top_p", "top_p_decay", "top_p_min", "top_p_reset_ids")
 
     def __init__(self, state: SlotState) -> None:
-        self._state = state
-        self._current = PositionRing(torch.zeros((state.capacity, COLUMNS), dtype=torch.float32, device=state.device))
+        self._state, self._columns = state, state.last_tokens.values.shape[1]
+        self._current = PositionRing(
+            torch.zeros((state.capacity, self._columns), dtype=torch.float32, device=state.device))
 
     def is_active(self, setup: SlotSetup) -> bool:
         sampling = setup.sampling
@@ -63,5 +64,5 @@ class TopPDecay(LogitsStage):
     def _reserve(self) -> None:
         before = self._current.values
         if self._state.capacity > len(before):
-            self._current.values = before.new_zeros((self._state.capacity, COLUMNS))
+            self._current.values = before.new_zeros((self._state.capacity, self._columns))
             self._current.values[: len(before)] = before

@@ -1,6 +1,6 @@
 """Drafts tokens for generating requests after the plan is made, so that schedulers never see them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
 from operator import index
 from typing import Protocol
@@ -10,22 +10,15 @@ from ..guard import Guard
 from ..handover import DeviceOperation, SlotSetup
 from ..kv.kv_cache_manager import KvCacheManager
 from ..requests.llm_request import LlmRequest
-from ..sampling_config import NEUTRAL, PARAMETERS
 from ..scheduling.interfaces import SchedulerOutput
+from .ngrams import NgramDrafter
 
-# Parameters that `sample_token` itself applies; they are the same for each row of a sequence.
-_OF_THE_DRAW = frozenset({"temperature", "top_k", "top_p", "min_p", "random_seed"})
-_OTHERS = tuple(name for name in PARAMETERS if name not in _OF_THE_DRAW)
 MOST_MISSES, TOKENS_OF_A_REST = 4, 16
 
 
 def is_verified(setup: SlotSetup) -> bool:
-    """Whether a step can verify drafts of the sequence: nothing but its logits decides a token, and only tokens, their
-    log-probabilities and end ids are wanted. Other sequences get no drafts."""
-    return not (setup.has_beams or setup.stop_words or setup.bad_words or setup.embedding_bias is not None
-                or setup.logits_post_processor is not None or setup.return_generation_logits or setup.top_log_probs
-                or setup.raw_log_probs or any(getattr(setup.sampling, name) != getattr(NEUTRAL, name)
-                                              for name in _OTHERS))
+    """Whether a step can verify drafts of the sequence. Several rows of any other sequence are its beams."""
+    return not (setup.has_beams or setup.logits_post_processor is not None)
 
 
 class Drafter(Protocol):
@@ -37,7 +30,8 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return a list of draft tokens for each request, which may be empty.
 
-        requests      generating requests of the next step; `tokens[0]` has prompt and output. Change nothing of them
+        requests      generating requests of the next step; `tokens[0]` has a copy of prompt and output. Change nothing
+                      else of them
         max_lengths   most drafts of each; what is longer is cut
 
         If the method raises, or returns anything else, the step has no drafts; the failure is counted and logged.
@@ -135,15 +129,25 @@ class Drafting:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
         if not requests:
             return []
-        with self._in_propose:
-            answer = list(self._drafter.propose(requests, max_lengths))
-            if len(answer) != len(requests):
-                raise ValueError(f"propose returned {len(answer)} lists for {len(requests)} requests")
-            lists = [[index(token) for token in islice(tokens, most)] for tokens, most in zip(answer, max_lengths)]
-            if any(not 0 <= token < self._limits.vocab_size for tokens in lists for token in tokens):
-                raise ValueError(f"propose returned a token that is not in 0..{self._limits.vocab_size - 1}")
-            return lists
+        lent = [] if isinstance(self._drafter, NgramDrafter) else [(request, request.tokens) for request in requests]
+        try:
+            for request, tokens in lent:
+                request.tokens = [tokens[0].copy()]        # a drafter may append its guesses to them
+            with self._in_propose:
+                return self._read(self._drafter.propose(requests, [*max_lengths]), max_lengths)
+        finally:
+            for request, tokens in lent:
+                request.tokens = tokens
         return []
+
+    def _read(self, answer: Iterable[Iterable[int]], max_lengths: Sequence[int]) -> list[list[int]]:
+        """Return the answer of a drafter, without what is too long. Raises any exception, but reads nothing endless."""
+        lists = [[index(token) for token in islice(tokens, most)] for tokens, most in zip(answer, max_lengths)]
+        if len(lists) != len(max_lengths) or isinstance(answer, Sized) and len(answer) != len(lists):
+            raise ValueError(f"propose returned other than {len(max_lengths)} lists")
+        if any(not 0 <= token < self._limits.vocab_size for tokens in lists for token in tokens):
+            raise ValueError(f"propose returned a token that is not in 0..{self._limits.vocab_size - 1}")
+        return lists
 
     def _with_blocks(self, proposed: list[tuple[LlmRequest, list[int]]], generation: Sequence[LlmRequest],
                      contexts: Sequence[LlmRequest]) -> list[tuple[LlmRequest, list[int]]]:

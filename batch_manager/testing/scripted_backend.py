@@ -492,11 +492,9 @@ class ScriptedBackend:
             lengths = np.arange(end - count, end + 1)
             words = self._words(self._read_back(np.full(count + 1, step.table_rows[row]), lengths),
                                 np.full(count + 1, self._state["salt"][slot]))
-            sampled = self._next_tokens(words).tolist()
-            kept = next((i for i, draft in enumerate(mine) if draft != sampled[i]), count) + 1
-            end_ids = set(self._state["end_ids"][slot].tolist())
-            kept = next((i + 1 for i, token in enumerate(sampled[:kept]) if token in end_ids), kept)
-            finish.append(END_ID if sampled[kept - 1] in end_ids else NOT_FINISHED)
+            sampled, ends, words = self._draw_with_drafts(slot, words, lengths)
+            kept = next((i + 1 for i, end in enumerate(ends) if end or i == count or mine[i] != sampled[i]))
+            finish.append(ends[kept - 1])
             accepted.append(sampled[:kept])
             log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
             if self._state["generation_logits"][slot]:
@@ -508,6 +506,15 @@ class ScriptedBackend:
             np.concatenate(log_probs), beam_steps, np.array([len(tokens) for tokens in accepted], np.int32))
         return StepOutput(batch.micro_batch_id, **columns, context_logits=context_logits, generation_logits=logits,
                           top_log_probs=top_log_probs, failures=failures)
+
+    def _draw_with_drafts(self, slot: int, words: np.ndarray,
+                          lengths: np.ndarray) -> tuple[list[int], list[int], np.ndarray]:
+        """Return the token after the first lengths[i] tokens, its finish code and the hash of its log-prob, for each i.
+
+        Drafts are the tokens from lengths[0] on. `words` are the hashes that decide the tokens.
+        """
+        sampled, end_ids = self._next_tokens(words).tolist(), set(self._state["end_ids"][slot].tolist())
+        return sampled, [END_ID if token in end_ids else NOT_FINISHED for token in sampled], words
 
     def _search(self, slots: np.ndarray, sums: np.ndarray, lengths: np.ndarray) -> tuple[dict, dict]:
         """Advance each beam search by one step. Returns ({slot: BeamStep}, {slot: logits}).

@@ -1,6 +1,7 @@
 """A drafter that knows the texts, and is right as often as a test wants."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from random import Random
 from typing import Any
 
@@ -22,13 +23,18 @@ class KnowingDrafter:
         self.accepted: set[int] = set()
         self.num_odd = 0
 
-    def propose(self, requests: Sequence[Any], max_lengths: Sequence[int]) -> Any:
+    def propose(self, requests: Sequence[Any], max_lengths: list[int]) -> Any:
         if self._draw.random() < self._odd:
             self.num_odd += 1
-            return self._draw.choice([self._raise, lambda: None, lambda: [[]] * (len(requests) + 1),
+            return self._draw.choice([self._raise, lambda: None, lambda: repeat([0]),
+                                      lambda: [[]] * (len(requests) + 1),
                                       lambda: [[self._vocab_size]] * len(requests),
                                       lambda: [[0.5]] * len(requests), lambda: 5])()
-        return [self._tokens(request, most) for request, most in zip(requests, max_lengths)]
+        answer = [self._tokens(request, most) for request, most in zip(requests, max_lengths)]
+        for request in requests:
+            request.tokens[0].append(0)                    # they are the drafter's own
+        max_lengths.clear()
+        return answer
 
     @staticmethod
     def _raise() -> None:

@@ -114,6 +114,52 @@ def test_nan_of_a_rejected_draft_reaches_no_later_token(make_manager, new_client
     assert json.loads(client.stats[-1])["Draft Tokens"] > 3
 
 
+# What decides a token besides the logits of its row, or is returned with it.
+FEATURES = {
+    "repetition": {"repetition_penalty": 1.6}, "presence": {"presence_penalty": 0.9, "prompt_ignore_length": 3},
+    "frequency": {"frequency_penalty": 0.7}, "bias": {"embedding_bias": np.linspace(-2, 2, 4096, dtype=np.float32)},
+    "ngrams": {"no_repeat_ngram_size": 2}, "bad words": {"bad_words_list": [[PHRASE[4]], PHRASE[5:7]]},
+    "stop words": {"stop_words_list": [PHRASE[6:8], [PHRASE[2]]]}, "min length": {"min_length": 9, "end_id": PHRASE[0]},
+    "top-p decay": {"runtime_top_p": 0.95, "runtime_top_p_decay": 0.8, "runtime_top_p_min": 0.3, "random_seed": 5,
+                    "runtime_top_p_reset_ids": PHRASE[1]},
+    "logits": {"return_generation_logits": True}, "top": {"return_top_log_probs": 4}, "raw": {"raw_log_probs": True},
+}
+FEATURES |= {"all": {name: value for feature in FEATURES.values() for name, value in feature.items()},
+             "penalties and stop words": FEATURES["frequency"] | FEATURES["stop words"] | SAMPLED}
+RETURNED = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
+def test_drafts_of_requests_with_each_feature_change_nothing(make_manager, new_client, new_request, options):
+    """Each request repeats a phrase. Its drafts are right, wrong or both; penalties and bans forbid some of them."""
+    found, texts = {}, {}
+    for right in (None, 0.7):
+        client = new_client()
+        client.pending = [new_request(i, 2 * PHRASE + PHRASE[:i % 5], 16, return_log_probs=True, **feature)
+                          for i, feature in enumerate(FEATURES.values(), 1)]
+        drafting = {} if right is None else {
+            "speculative_config": SpeculativeConfig("custom", 5),
+            "parts": {"drafter": KnowingDrafter(texts, VOCAB, right)}}
+        manager = make_manager(client, model_path=SHIPPED, num_threads=1, dtype="float32", **drafting, **options)
+        client.wait_for_finals(*range(1, len(FEATURES) + 1))
+        assert manager.shutdown()
+        for i, name in enumerate(FEATURES, 1):
+            final = client.final(i)
+            assert final.error == "", (name, final.error)
+            tokens = final.tokens()[2 * len(PHRASE) + i % 5:]
+            returned = [final.tensors[tensor] for tensor in RETURNED if tensor in final.tensors]
+            if right is None:
+                found[name], texts[i] = (tokens, returned), tokens
+                continue
+            assert tokens == found[name][0], (name, right)
+            for value, expected in zip(returned, found[name][1], strict=True):
+                if options:
+                    assert np.array_equal(value, expected), name
+                else:
+                    np.testing.assert_allclose(value, expected, atol=2e-3, err_msg=name)
+    assert json.loads(client.stats[-1])["Accepted Draft Tokens"] > 20
+
+
 def test_ngrams_propose_what_followed_the_newest_longest_match():
     """Compared with a search from the end."""
     draw = random.Random(1)
@@ -177,9 +223,8 @@ def test_engines_that_cannot_draft_say_so(make_world, options, says):
 
 
 def test_sequences_that_a_step_cannot_verify_get_no_drafts():
-    assert is_verified(SlotSetup(SamplingConfig(temperature=0.5, top_k=3, random_seed=1), return_log_probs=True))
-    for setup in (SlotSetup(stop_words=((1,),)), SlotSetup(SamplingConfig(frequency_penalty=1.0)),
-                  SlotSetup(SamplingConfig(beam_width=2)), SlotSetup(top_log_probs=1), SlotSetup(bad_words=((1,),)),
-                  SlotSetup(return_generation_logits=True), SlotSetup(logits_post_processor=lambda *_: None),
-                  SlotSetup(embedding_bias=np.zeros(3, np.float32)), SlotSetup(raw_log_probs=True)):
+    for setup in (SlotSetup(SamplingConfig(temperature=0.5, top_k=3, random_seed=1)), SlotSetup(stop_words=((1,),)),
+                  SlotSetup(SamplingConfig(frequency_penalty=1.0)), SlotSetup(top_log_probs=1)):
+        assert is_verified(setup), setup
+    for setup in (SlotSetup(SamplingConfig(beam_width=2)), SlotSetup(logits_post_processor=lambda *_: None)):
         assert not is_verified(setup), setup

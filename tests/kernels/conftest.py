@@ -11,13 +11,18 @@ for compile_argument_sets.py, and the oracle computes the result. The tests run 
 pretended; see pretended_gpu.py. Passing tests then prove only that all calls were recorded, and that no test mixes
 tensors of two devices. With BATCH_MANAGER_EACH_VALUE_ONCE=1 too, only some tests run: with each value of each parameter
 at least once.
+
+Of a test with the mark `pairs`, an interpreter runs each pair of values of its parameters, and not each combination. A
+GPU runs them all, and so does BATCH_MANAGER_ALL_CASES=1. The campaign T18 records the calls of them all.
 """
 
 import importlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -44,16 +49,32 @@ pretended_gpu = _load(HERE / "pretended_gpu.py")
 
 
 def pytest_collection_modifyitems(items):
-    if os.environ.get("BATCH_MANAGER_EACH_VALUE_ONCE") == "1":
-        seen = set()
+    each_value_once = os.environ.get("BATCH_MANAGER_EACH_VALUE_ONCE") == "1"
+    runs_all = DEVICE == "cuda" or os.environ.get("BATCH_MANAGER_ALL_CASES") == "1"
+    cases, left_out = defaultdict(list), set()
+    for item in items:
+        if HERE in item.path.parents and hasattr(item, "callspec"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        if each_value_once:
+            left_out |= set(found) - set(covering(found, 1))
+        elif not runs_all and found[0].get_closest_marker("pairs"):
+            here = [item for item in found if not item.get_closest_marker("gpu")]
+            left_out |= set(here) - set(covering(here, 2))
+    items[:] = [item for item in items if item not in left_out]
 
-        def has_a_new_value(item):
-            values = item.callspec.params.items() if hasattr(item, "callspec") else ()
-            new = {(item.path, item.originalname, name, repr(value)) for name, value in (("", ""), *values)} - seen
-            seen.update(new)
-            return bool(new)
 
-        items[:] = filter(has_a_new_value, items)
+def covering(items, size):
+    """Return cases of a test in which each combination of `size` values of its parameters occurs."""
+    size = min(size, *(len(item.callspec.params) for item in items), size)
+    combinations = {item: set(itertools.combinations(
+        [(name, repr(value)) for name, value in sorted(item.callspec.params.items())], size)) for item in items}
+    missing, chosen = set().union(*combinations.values()), []
+    while missing:
+        chosen.append(next(item for item in items if combinations[item] & missing) if size == 1 else
+                      max(items, key=lambda item: len(combinations[item] & missing)))
+        missing -= combinations[chosen[-1]]
+    return chosen
 
 
 @pytest.fixture(autouse=bool(RECORD_TO))

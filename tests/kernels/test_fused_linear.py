@@ -43,6 +43,7 @@ def made(random, dtype):
     return make
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rows, in_size, weight_rows", [
     *((rows, *size) for size in SIZES for rows in (1, 3, 16)),
     *((rows, *size) for size in ((576, 80), (100, 70)) for rows in MANY_ROWS)])
@@ -59,6 +60,7 @@ def test_what_is_added_to_the_weight_of_the_norm(assert_equals_oracle, made, dty
                          roundings=ROUNDINGS["norm"], reduction=80, dtype=dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias, norm", [(True, "layer"), (False, "rms")])

@@ -193,6 +193,7 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("has_slopes, factor, has_sink_logits", [
     (True, None, False), (False, None, True), (True, None, True), (True, 0.25, False),
 ])
@@ -293,6 +294,7 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
     torch.testing.assert_close(chunked, whole, rtol=0, atol=100 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_parts", [2, 3, 20])
 @pytest.mark.parametrize("more", [
     {}, {"window": 20}, {"window": 20, "sink": 5}, {"softcap": 2.5}, {"window": 50, "softcap": 2.5, "sink": B + 1},
@@ -302,6 +304,7 @@ def test_parts_of_the_keys_are_merged(check, dtype, num_parts, more):
     check([40, 5, 1, 33], [140, 75, 70, 33], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts, **more)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("has_slopes, factor", [(True, None), (True, 0.25), (False, None)])
 @pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5}])
 def test_parts_with_slopes_count_the_sink_logits_once(check, random, dtype, has_slopes, factor, more):

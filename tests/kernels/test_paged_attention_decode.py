@@ -77,6 +77,7 @@ def test_pages_outside_the_window_are_not_read(assert_equals_oracle, paged_cache
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("softcap, stretch", [(2.5, 1), (50.0, 1), (50.0, 40), (30.0, 10_000)])
 @pytest.mark.parametrize("window", [None, 20])
@@ -148,6 +149,7 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("has_slopes, factor, has_sink_logits", [
     (True, None, False), (False, None, True), (True, None, True), (True, 0.25, False),
@@ -198,6 +200,7 @@ def test_the_oracle_attends_under_the_streaming_mask(
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pages_per_part", [WHOLE, HALVED])
 @pytest.mark.parametrize("sink", [1, 4, B, B + 1])
 @pytest.mark.parametrize("window", [1, B, 20])
@@ -319,6 +322,7 @@ def test_the_same_bits_alone_and_in_a_batch_where_parts_are_the_same(run_kernel,
 ORDERS = [{}, *({"program_order": seed} for seed in range(4))]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pages_per_part", [1, HALVED])
 @pytest.mark.parametrize("kv_heads, group, head_size", [(2, 3, 32), (1, 1, 80), (1, 20, 32)])
 @pytest.mark.parametrize("more", [{}, {"window": 40, "sink": 5}, {"sink_logits": True}])
@@ -372,6 +376,7 @@ def norms(random):
     return make
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pages_per_part", [WHOLE, 1])
 @pytest.mark.parametrize("rotary_size, has_norms", [(0, False), (20, False), (0, True), (20, True), (32, True)])
 @pytest.mark.parametrize("window, sink", [(None, 0), (1, 3), (20, 5)])

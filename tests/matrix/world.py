@@ -157,20 +157,17 @@ class World:
         ask.prompt = (trunk[:ask.trunk] + own)[:MAX_SEQ_LEN - ask.count]
         tensors = ask.tensors
         tensors["return_log_probs"] = True
-        is_drafted = "S" in ask.has
-        if "S" in self.letters and not is_drafted:
+        if "S" in self.letters and "S" not in ask.has:
             ask.options["speculation"] = False
-        if is_drafted:                         # no other request gets drafts
-            style = {name: style[name] for name in style if name in (*SAMPLING, "end_id")}
         if ask.pattern:                        # nothing else may forbid what the grammar asks for
             tensors |= {"end_id": END_OF_A_GRAMMAR} | {name: style[name] for name in style if name in SAMPLING}
         else:
             tensors |= {name: value for name, value in style.items() if not (ask.is_long and name in ENDS)}
         for name, value, share, holds in (
                 ("return_context_logits", True, 0.12, not ask.trunk),
-                ("return_generation_logits", True, 0.2, not is_drafted),
-                ("return_top_log_probs", 3, 0.2, ask.width == 1 and not is_drafted),
-                ("raw_log_probs", True, 0.1, ask.width == 1 and not is_drafted),
+                ("return_generation_logits", True, 0.2, True),
+                ("return_top_log_probs", 3, 0.2, ask.width == 1),
+                ("raw_log_probs", True, 0.1, ask.width == 1),
                 ("return_perf_metrics", True, 0.2, True),
                 ("input_token_extra_ids", [draw.randrange(3) for _ in ask.prompt], 0.1, not ask.trunk)):
             if draw.random() < share and holds:

@@ -149,7 +149,7 @@ class SimulatedDevice(ScriptedBackend):
 
     def _decode(self, batch: ScheduledBatch, step, sums: np.ndarray, failures: dict) -> StepOutput:
         output = super()._decode(batch, step, sums, failures)
-        if self.drawing:
+        if self.drawing and not batch.has_drafts:
             place = {slot: row for row, slot in enumerate(step.slots.tolist())}
             rows = [place[slot] for slot in output.slots.tolist()]
             words = self._words(sums[rows], self._state["salt"][output.slots])
@@ -157,6 +157,10 @@ class SimulatedDevice(ScriptedBackend):
                               self.info.vocab_size)
         self._look_at_beams(output)
         return output
+
+    def _draw_with_drafts(self, slot: int, words: np.ndarray, lengths: np.ndarray):
+        return self.drawing.draw_with_drafts(slot, words, lengths, self.info.vocab_size,
+                                             super()._draw_with_drafts(slot, words, lengths))
 
     def _look_at_beams(self, output: StepOutput) -> None:
         for results in output.hypotheses.values():

@@ -91,6 +91,17 @@ class Drawing:
     def __bool__(self) -> bool:
         return bool(self._rules)
 
+    def draw_with_drafts(self, slot: int, words: np.ndarray, lengths: np.ndarray, vocab_size: int,
+                         plain: tuple[list[int], list[int], np.ndarray]) -> tuple[list[int], list[int], np.ndarray]:
+        """Return what ScriptedBackend._draw_with_drafts returns, which is `plain` without rules."""
+        rules = self._rules.get(slot)
+        if rules is None:
+            return plain
+        drawn = [rules.draw(int(word), int(length), vocab_size) for word, length in zip(words, lengths)]
+        tokens, ends, of_log_probs = zip(*drawn)
+        self._seen["a token is passed over"] += [*tokens] != plain[0]
+        return [*tokens], [*ends], np.array(of_log_probs, np.uint64)
+
     def draw(self, output: StepOutput, words: np.ndarray, lengths: np.ndarray, asked: np.ndarray,
              vocab_size: int) -> None:
         """Replace in `output` the tokens of the sequences with rules.

@@ -126,6 +126,8 @@ class CallsForm:
         if len(parts) > 1:
             hidden, rows = torch.cat(parts), join_rows(parts_of_rows)
         if len(rows.slots):
+            if traits & DRAFTS:
+                self._decoder.assume(rows, num_drafts_of(batch), batch.generation.draft_tokens)
             if self._head.largest is None or traits & READS_LOGITS:
                 sampled = self._decoder.sample(self._head.logits(hidden), rows)
             else:
@@ -205,6 +207,12 @@ class CallsForm:
         pass
 
 
+def num_drafts_of(batch: ScheduledBatch) -> np.ndarray:
+    """Return the number of drafts of each sequence that gets tokens, in a step with drafts."""
+    contexts = sum(work.is_last_chunk for work in batch.context)
+    return np.concatenate([np.zeros(contexts, np.int32), batch.generation.num_drafts])
+
+
 def join_rows(parts: Sequence[SamplingRows]) -> SamplingRows:
     """Concatenate the sampling rows of several calls, in order."""
     return SamplingRows(
@@ -249,7 +257,7 @@ class PendingCalls:
         draft_tokens = self._batch.generation.draft_tokens
         if not self._written or draft_tokens is None:
             return ()
-        is_new, num_new = accepted(arrays, self._num_drafts(), draft_tokens)
+        is_new, num_new = accepted(arrays, num_drafts_of(self._batch), draft_tokens)
         if not arrays["finite"].all():
             self._clear(~(is_new | (arrays["finite"] != 0)))
         return is_new, num_new
@@ -259,7 +267,7 @@ class PendingCalls:
 
         The drafts can be why: attention multiplies the values of the rows after a row by 0, and 0 * NaN is NaN.
         """
-        counts = self._num_drafts()
+        counts = num_drafts_of(self._batch)
         first_rows = np.cumsum(1 + counts) - (1 + counts)
         if arrays["finite"][first_rows[counts > 0]].all():
             return None
@@ -270,11 +278,6 @@ class PendingCalls:
         batch = replace(self._batch, generation=generation)
         with on_device(self._parts.device, self._parts.stream), torch.inference_mode():
             return self._form.start(batch, traits_of(batch, self._parts.slots))
-
-    def _num_drafts(self) -> np.ndarray:
-        """Return the number of drafts of each sequence with a token."""
-        contexts = sum(work.is_last_chunk for work in self._batch.context)
-        return np.concatenate([np.zeros(contexts, np.int32), self._batch.generation.num_drafts])
 
     def _clear(self, rows: np.ndarray) -> None:
         """Clear the KV cache entries of the inputs of these sampled rows, [r] bool."""
