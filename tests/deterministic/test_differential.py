@@ -141,7 +141,7 @@ def test_the_numbers_are_those_of_the_normal_mode_up_to_rounding(differential, l
 def test_through_a_manager_that_pauses(differential, new_client, tmp_path):
     folder, draw = differential.make_checkpoint("llama", tmp_path), random.Random(7)
     asks = {number: differential.Ask(tuple(draw.randrange(200) for _ in range(draw.randint(20, 40))), 20,
-                                     differential.draw_ask(draw, 200, BLOCK).sampling) for number in range(1, 7)}
+                                     differential.draw_ask(draw, 200, BLOCK).sampling) for number in range(1, 11)}
     lab = differential.Laboratory(folder, tokens_per_block=64)
 
     client = new_client()
