@@ -369,17 +369,16 @@ class KvCacheManager:
         """Release the blocks of the request, if it holds any.
 
         computed_tokens   number of leading tokens that were computed or sampled. All but the last of them are
-                          published; with several beams, those of the prompt
+                          published; with several beams, none
         is_garbage        whether the content of the request's own blocks is undefined; if so, their retention
                           priorities are reset
         """
         if self.cache is not None:
             tokens = min(request.num_tokens, computed_tokens, self.kv_length(request) + 1) - 1
-            is_single = request.beam_width == 1
-            if tokens > 0:
-                self.cache.publish(request, self.sequences.table(request)[0].tolist(),
-                                   tokens if is_single else min(tokens, request.prompt_len - 1), with_rest=is_single,
-                                   has_ended=True)
+            if tokens > 0 and request.beam_width == 1:
+                self.cache.publish(request, self.sequences.table(request)[0].tolist(), tokens, with_rest=True)
+            elif tokens > 0:
+                self.cache.offer(request, min(tokens, request.prompt_len - 1))
             self.cache.forget_request(request)
             if is_garbage and request.retention is not None:
                 for block_id in self.own_blocks(request):

@@ -136,13 +136,11 @@ class PrefixCache:
 
     # Publication.
 
-    def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool,
-                has_ended: bool = False) -> None:
+    def publish(self, request: LlmRequest, row: Sequence[int], num_tokens: int, with_rest: bool) -> None:
         """Make the first `num_tokens` tokens of a request, which are computed, reusable by other prompts.
 
         row         block ids of the request in token order, negative for released blocks
         with_rest   also publish a partly filled last block, which must not be written afterwards
-        has_ended   whether to call `ended`
         """
         full, rest = divmod(num_tokens, self.tokens_per_block)
         keys = self._keys_of(request, full)
@@ -166,8 +164,15 @@ class PrefixCache:
             chain.append(node)
         if node is not None:
             self.index.drop_empty_root(node)
-        if has_ended and self.ended is not None and chain[:full]:
+        if with_rest and self.ended is not None and chain[:full]:
             self.ended(request, chain[:full])
+
+    def offer(self, request: LlmRequest, num_tokens: int) -> None:
+        """Call `ended` for the full blocks of the first `num_tokens` tokens that are published."""
+        if self.ended is not None:
+            keys = self._keys_of(request, num_tokens // self.tokens_per_block)
+            if chain := self.index.walk(_domain(request), keys):
+                self.ended(request, chain)
 
     # Eviction.
 

@@ -125,7 +125,6 @@ def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, 
     file = Reference(tmp_path, "Llama", "Q4_0").folder
     for path, options, says in (
             (reference.folder, {"cpu_compile": False}, "quantization is 'int8', but cpu_compile is False"),
-            (reference.folder, {"deterministic": True}, "quantization is 'int8', but deterministic is set"),
             (reference.folder, {"dtype": "float16"}, "but steps are not compiled, on cpu in float16"),
             (reference.folder, {"model_implementation": "transformers"}, "but the transformers library computes"),
             (file, {}, "model.gguf has tensors of type 'Q4_0'; expected weights in F32, F16 and BF16; leave")):

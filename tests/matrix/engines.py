@@ -347,7 +347,7 @@ def follow(folder: Path, options: dict[str, Any]) -> None:
 def plain_world(world: World) -> World:
     """Return the world of the reference: each request alone, without the features that must not change an output."""
     plain = World.__new__(World)
-    kept = {"max_beam_width", "deterministic", "peft_cache_config", "quantization"}
+    kept = {"max_beam_width", "deterministic", "cpu_compile", "peft_cache_config", "quantization"}
     plain.__dict__ |= world.__dict__ | {
         "letters": "".join(letter for letter in world.letters if FEATURES[letter].defines_output),
         "most_tokens": None, "host_blocks": 0, "tensor_size": 1, "num_stages": 1,

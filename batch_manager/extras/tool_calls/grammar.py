@@ -9,6 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .formats import Format, ReasoningFormat, Written
@@ -105,11 +106,9 @@ class CallGrammar:
             if not written.raw:
                 raise CannotForce(name, "free arguments have no mark at their end in the format of the model's calls")
             return f"{head} {rules.text_up_to(self._parts(written.end))}"
-        try:
-            arguments = (rules.json({} if is_free else schema, is_arguments=True) if written.field is None
-                         else self._fields(rules, written, name, schema))
-        except (AttributeError, TypeError, ValueError, RecursionError):
-            raise CannotForce(name, "its parameters are not a JSON schema, or are nested too deep") from None
+        schema = {} if is_free else schema
+        arguments = _held(name, partial(rules.json, schema, is_arguments=True) if written.field is None
+                          else partial(self._fields, rules, written, name, schema))
         return f"{head} {arguments} {end}"
 
     def _fields(self, rules: "_Rules", written: Written, name: str, schema: Any) -> str:
@@ -168,7 +167,8 @@ class CallGrammar:
                 f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
                 f" to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
                 f" to=functions.{name}<|channel|>commentary json<|message|>"))
-            starts.append(f"({head}) {rules.json({} if name in called.free else schema, is_arguments=True)}")
+            schema = {} if name in called.free else schema
+            starts.append(f"({head}) {_held(name, partial(rules.json, schema, is_arguments=True))}")
         return rules.whole(f"{lead} ({' | '.join(starts)})")
 
     def _bare_heads(self, calls: Format | None, called: Called | None) -> list[str]:
@@ -299,6 +299,13 @@ class _Rules:
     def _once(self, name: str, rule: str) -> None:
         if rule not in self._rules:
             self._rules.append(rule)
+
+
+def _held(tool: str, grammar: Callable[[], str]) -> str:
+    try:
+        return grammar()
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise CannotForce(tool, "its parameters are not a JSON schema, or are nested too deep") from None
 
 
 def is_plain(schema: Any, root: Any) -> bool:
