@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("tests.harness")
-pytest_plugins = ("tests.harness.skips",)
+pytest_plugins = ("tests.harness.processes", "tests.harness.skips")
 
 from tests.harness import world as harness  # noqa: E402
 from tests.harness.client import Client  # noqa: E402
@@ -78,15 +78,9 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config):
-    """Give each process of `pytest -n` whole files, in the order of collection.
-
-    The fixtures that the tests of a file share are then built in one process only.
-    """
     gone = [name for name in LONGEST_FILES if not (Path(__file__).parent / name).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py names files that are gone: {', '.join(gone)}")
-    if config.getoption("dist", "no") == "load":
-        config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
 @pytest.hookimpl(trylast=True)

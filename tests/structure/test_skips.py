@@ -21,7 +21,8 @@ def test_without_what_it_needs(number): pytest.skip({reason!r})
 def run(folder, reason, *options):
     (folder / "test_skipped.py").write_text(SKIPPED.format(reason=reason))
     return subprocess.run([sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder, *options,
-                           "-p", "no:cacheprovider", "-p", "tests.harness.skips", folder],
+                           "-p", "no:cacheprovider", "-p", "xdist", "-p", "tests.harness.skips", folder],
+                          env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
                           capture_output=True, text=True, timeout=100)
 
 

@@ -1,0 +1,67 @@
+"""A test that hangs costs that test only: a run names it, shows where it stands, goes on without it, and ends."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+HANGING = """
+import subprocess, sys, time
+import pytest
+
+def test_before(): pass
+
+def test_that_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with open({child!r}, "w") as file:
+        file.write(str(child.pid))
+    time.sleep(600)
+
+@pytest.mark.parametrize("number", range(3))
+def test_after(number): pass
+"""
+FAILING = """
+import time
+import pytest
+
+@pytest.fixture
+def slow_end():
+    yield
+    time.sleep(600)
+
+def test_that_fails_and_hangs(slow_end): assert False
+def test_after(): pytest.skip("needs a CUDA device")
+"""
+SHORT = """
+import pytest
+
+@pytest.mark.parametrize("number", range(2))
+def test_short(number): pass
+"""
+
+
+def test_a_hanging_test_is_named_and_the_run_goes_on_and_ends(tmp_path):
+    (tmp_path / "test_hanging.py").write_text(HANGING.format(child=str(tmp_path / "child")))
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    for number in range(4):
+        (tmp_path / f"test_short_{number}.py").write_text(SHORT)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", "--no-unexpected-skips", "-c", os.devnull,
+         "-p", "no:cacheprovider", "-p", "xdist", "-p", "tests.harness.processes", "-p", "tests.harness.skips",
+         "-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true", "--rootdir", tmp_path, tmp_path],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, timeout=200)
+    output = result.stdout + result.stderr
+    assert result.returncode == 1, output
+    for line in ("3 failed, 12 passed, 1 skipped", "crashed while running 'test_hanging.py::test_that_hangs'",
+                 "crashed while running 'test_failing.py::test_that_fails_and_hangs'", "1 needs a CUDA device"):
+        assert line in result.stdout, (line, output)
+    for line in ("in test_that_hangs", "in slow_end"):
+        assert line in result.stderr, (line, output)
+    assert not os.path.exists(f"/proc/{(tmp_path / 'child').read_text()}")
+
+
+def test_each_run_has_this_limit():
+    with open("pyproject.toml", "rb") as file:
+        options = tomllib.load(file)["tool"]["pytest"]["ini_options"]
+    # Hypothesis shrinks a failing example for up to 300 seconds.
+    assert options["faulthandler_timeout"] > 330 and options["faulthandler_exit_on_timeout"] is True
