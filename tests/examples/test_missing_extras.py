@@ -13,7 +13,7 @@ WITHOUT = "import runpy, sys; sys.modules[sys.argv[2]] = None; runpy.run_path(sy
 
 @pytest.mark.parametrize(("example", "library", "extra"), [
     ("quickstart", "tokenizers", "examples"), ("redis_worker", "redis", "examples"),
-    ("openai_server", "uvicorn", "server")])
+    ("openai_server", "uvicorn", "server"), ("disaggregated_proxy", "httpx", "server,examples")])
 def test_it_names_the_extra_without_a_stack(example, library, extra):
     command = [sys.executable, "-c", WITHOUT, REPOSITORY / "examples" / f"{example}.py", library]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

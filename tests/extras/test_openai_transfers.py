@@ -25,6 +25,7 @@ from batch_manager.extras.openai import OpenAIError, OpenAIService  # noqa: E402
 from batch_manager.extras.openai.application import engine_params  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.transfers import options_of_json  # noqa: E402
+from examples.disaggregated_proxy import make_app  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, " * 8
@@ -58,10 +59,15 @@ def test_a_prompt_of_one_service_is_continued_by_the_other():
                 with pytest.raises(OpenAIError, match="request_type"):
                     await text_of(service, {**ASKED, "kv_transfer_params": transfer})
             assert (await text_of(alone, {**ASKED, "kv_transfer_params": {}}))["choices"] == wanted["choices"]
+            other = {**ASKED, "prompt": f"Once more: {PROMPT}"}
+            first = await text_of(prefill, {**other, "kv_transfer_params": DECODE_ELSEWHERE})
+            await engines[1].close(drain=False)
+            found = await text_of(decode, {**other, "kv_transfer_params": first["kv_transfer_params"]})
+            assert found["choices"] == (await text_of(alone, other))["choices"], "what does not come is computed"
         finally:
             for engine in engines:
                 await engine.close(drain=False)
-    asyncio.run(asyncio.wait_for(inside(), 60))
+    asyncio.run(asyncio.wait_for(inside(), 120))
 
 
 GOOD = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "ab" * 16}
@@ -113,7 +119,7 @@ def server(role, **config):
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             try:
@@ -135,18 +141,45 @@ def post(address, body):
     return answer.status_code, answer.json()
 
 
-def test_two_processes_of_which_one_is_killed():
+def text_through_a_proxy(servers, body, strike=None):
+    """Return the text of a stream through the example's proxy. `strike` is called when a server has sent two events."""
+    class Struck(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request):
+            answer = await super().handle_async_request(request)
+            if strike is not None and answer.headers["content-type"].startswith("text/event-stream"):
+                lines = answer.aiter_lines()
+                begun = [await anext(lines) for _ in range(3)]                # an event, an empty line, an event
+                strike()
+
+                async def rest():
+                    for line in begun:
+                        yield f"{line}\n".encode()
+                    async for line in lines:
+                        yield f"{line}\n".encode()
+                return httpx.Response(answer.status_code, content=rest())
+            return answer
+
+    async def inside():
+        app = make_app([servers[0]], [servers[1]], transport=Struck())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy", timeout=60) as client:
+            answer = await client.post("/v1/completions", json={**body, "stream": True})
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    return asyncio.run(inside())
+
+
+def test_a_stream_goes_on_at_one_of_two_processes_when_the_other_is_killed():
     with ExitStack() as stack:
-        prefill, first = stack.enter_context(server("producer"))
-        _, second = stack.enter_context(server("consumer"))
-        bodies = [{**ASKED, "seed": seed, "prompt": f"{seed} {PROMPT}"} for seed in range(3)]
+        _, first = stack.enter_context(server("producer"))
+        decode, second = stack.enter_context(server("consumer"))
+        bodies = [{**ASKED, "max_tokens": 40, "logprobs": None, "seed": seed, "prompt": f"{seed} {PROMPT}"}
+                  for seed in range(2)]
         alone = [post(first, body)[1]["choices"] for body in bodies]
-        params = [post(first, {**body, "kv_transfer_params": DECODE_ELSEWHERE})[1]["kv_transfer_params"]
-                  for body in bodies]
-        for number, (body, transfer) in enumerate(zip(bodies, params)):
-            status, found = post(second, {**body, "kv_transfer_params": transfer})
-            assert status == 200 and found["choices"] == alone[number]
-            if number == 0:
-                assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= transfer["remote_num_tokens"] > 64
-                prefill.send_signal(signal.SIGKILL)
-                prefill.wait()
+        transfer = post(first, {**bodies[0], "kv_transfer_params": DECODE_ELSEWHERE})[1]["kv_transfer_params"]
+        status, found = post(second, {**bodies[0], "kv_transfer_params": transfer})
+        assert status == 200 and found["choices"] == alone[0]
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= transfer["remote_num_tokens"] > 64
+        for strike in (None, lambda: decode.send_signal(signal.SIGKILL)):
+            assert text_through_a_proxy((first, second), bodies[1], strike) == alone[1][0]["text"]
+        assert decode.wait() == -signal.SIGKILL
