@@ -57,8 +57,9 @@ def advance(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmReq
         # takes half the time of the general path.
         outcome.ended = [(request, FinishReason.LENGTH) for request in add_a_token_to_each(sampled, tokens)]
         if listeners:
-            outcome.to_send = [request for request in sampled
-                               if request.request_id in listeners and request.state is not COMPLETE]
+            outcome.to_send = [request for request in sampled if request.request_id in listeners]
+            if outcome.ended:
+                outcome.to_send = [request for request in outcome.to_send if request.state is not COMPLETE]
         outcome.generated_tokens = len(tokens)
         return outcome
 
@@ -168,13 +169,13 @@ def _read_contexts(batch: ScheduledBatch, output: StepOutput, requests: Sequence
     resources.publish([request for _, request in read])
 
 
-def _requests_of_rows(batch: ScheduledBatch, output: StepOutput, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+def _requests_of_rows(batch: ScheduledBatch, output: StepOutput,
+                      requests: Sequence[LlmRequest]) -> Sequence[LlmRequest]:
     """Return the request of each row of `output`: contexts that ran their last chunk, then generating requests."""
-    contexts = len(batch.context)
-    sampled = list(requests)
-    if contexts:
+    sampled = requests
+    if batch.context:
         sampled = [request for work, request in zip(batch.context, requests) if work.is_last_chunk]
-        sampled += requests[contexts:]
+        sampled += requests[len(batch.context):]
     if len(sampled) != len(output.slots):    # after a bisection, sequences that failed alone or had ended have no row
         slots = set(output.slots.tolist())
         sampled = [request for slot, request in zip(batch.yielding.tolist(), sampled, strict=True) if slot in slots]

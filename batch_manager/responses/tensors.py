@@ -47,7 +47,7 @@ from numpy import empty, zeros
 from ..handover import TopLogProbs
 from ..names import FinishReason
 from ..requests.response_options import ResponseOptions
-from .named_tensor import INT32, NamedTensor, UniformArray, prepared, prepared_token
+from .named_tensor import INT32, NamedTensor, PreparedTensor, UniformArray, prepared, prepared_token
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -158,25 +158,18 @@ def build_response(
 
 
 @lru_cache(maxsize=8)
-def streamed_token_builder(to_tensor: Callable[[np.ndarray], Any] | None) -> Callable[[int], list[NamedTensor]]:
-    """Return a function (token) -> tensors of a response that streams this token and no other values, and is not final.
+def streamed_token_classes(to_tensor: Callable[[np.ndarray], Any] | None) -> tuple[type[PreparedTensor], ...]:
+    """Return the classes of the tensors of a response that streams one token and no other values, and is not final.
 
-    The tensors equal the result of `build_response`, and building them takes a third of the time. Most responses of a
-    server stream one token and no other values.
+    Make an instance of each, without arguments, and set the attribute `token` of the first. The instances equal the
+    result of `build_response`, which takes nine times as long. Most responses of a server stream one token and no other
+    values.
 
     to_tensor   as in `build_response`
     """
-    output_ids = prepared_token("output_ids", to_tensor)
-    length, context_logits, generation_logits, log_probs, cum_log_probs, finish_reason = [
+    return prepared_token(RESPONSE_TENSORS[0], to_tensor), *(
         prepared(name, value, to_tensor) for name, value in zip(RESPONSE_TENSORS[1:], (
-            ONE, ZERO, NO_GENERATION_LOGITS, ZERO, ZERO_ROW, FINISH_REASONS[FinishReason.NOT_FINISHED]), strict=True)]
-
-    def build(token: int) -> list[NamedTensor]:
-        ids = output_ids()
-        ids.token = token
-        return [ids, length(), context_logits(), generation_logits(), log_probs(), cum_log_probs(), finish_reason()]
-
-    return build
+            ONE, ZERO, NO_GENERATION_LOGITS, ZERO, ZERO_ROW, FINISH_REASONS[FinishReason.NOT_FINISHED]), strict=True))
 
 
 def build_beam_response(

@@ -1,7 +1,6 @@
 """Device work before the next step: block table updates, copies, clears, adapter loads."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -79,8 +78,9 @@ class DeviceWork:
         if started_slots:
             attached = batch.block_table_updates
             updates = attached.where(np.isin(attached.slots // width, started_slots)).then(updates)
-        return replace(batch, block_table_updates=updates, operations=tuple(self._operations),
-                       first_operation=self._first_operation)
+        return ScheduledBatch(    # `replace` takes seven times as long
+            batch.iteration, batch.micro_batch_id, batch.context, batch.generation, updates, batch.num_padded_rows,
+            batch.max_beam_width, tuple(self._operations), self._first_operation)
 
     def launched(self) -> None:
         """Stop repeating the table updates, because a batch with all pending work was launched."""

@@ -5,7 +5,7 @@ import pytest
 
 from batch_manager.names import FinishReason
 from batch_manager.requests.response_options import ResponseOptions
-from batch_manager.responses.tensors import RESPONSE_TENSORS, build_response, streamed_token_builder
+from batch_manager.responses.tensors import RESPONSE_TENSORS, build_response, streamed_token_classes
 
 ASK_ALL = dict(return_log_probs=True, return_context_logits=True, return_generation_logits=True)
 
@@ -131,8 +131,10 @@ def test_torch_tensors_leave_with_the_documented_dtypes():
 
 def test_the_response_of_one_streamed_token_is_the_same_however_it_is_made():
     for to_tensor in (None, lambda array: array.view()):
-        build = streamed_token_builder(to_tensor)
-        first, second = ({tensor.name: tensor.tensor for tensor in build(token)} for token in (4, 5))
+        tensors_of_each = [[cls() for cls in streamed_token_classes(to_tensor)] for _ in range(2)]
+        for tensors, token in zip(tensors_of_each, (4, 5)):
+            tensors[0].token = token
+        first, second = ({tensor.name: tensor.tensor for tensor in tensors} for tensors in tensors_of_each)
         expected = respond({"is_streaming": True}, generated=[4], finish=FinishReason.NOT_FINISHED, to_tensor=to_tensor)
         assert list(first) == list(expected) and described(first) == described(expected)
         assert all((first[name] == expected[name]).all() for name in RESPONSE_TENSORS)
