@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -124,7 +125,16 @@ def steps_with_faults(port, rank, tensor_size, num_stages):
             assert torch.equal(model_step(exchange, 3)[0], expected)
     for work, _hidden in exchange._sends:              # no rank ends before its hidden states have arrived
         work.wait()
+    if (tensor_size, num_stages) == (2, 1):            # a rank that fails in the head, and has no memory for its part
+        with (mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError("none left")),
+              pytest.raises(DeviceLostError, match="the part of rank 1.*none left" if rank else "'gather'.*failed")):
+            model_step(exchange, 20, fails_at=count - 1 if rank else None)
     exchange.close()
+
+
+def test_an_exception_in_the_first_step_is_raised_as_it_is():
+    with pytest.raises(Planted), Exchange(place_among(1, 0, 2)).step([Portion("layers", 1)]):
+        raise Planted
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)])

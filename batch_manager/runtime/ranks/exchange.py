@@ -7,6 +7,7 @@ groups need and that are private: `ProcessGroupGloo._Options` and `_devices`, `_
 
 import contextlib
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -173,9 +174,9 @@ class Exchange:
                                       place.pipeline_parallel_size, **options)
 
     def reserve(self, most_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve the memory with which `complete` takes part, for calls of up to `most_rows` rows."""
+        """Reserve the memory with which `complete` takes part in the layers, for calls of up to `most_rows` rows."""
         self._hidden_size, self._dtype = hidden_size, dtype
-        parts = 1 + self.size * self._in_rank_order
+        parts = 1 + self._in_rank_order
         # Norms over all heads add a float32 for each row.
         self._spare = torch.zeros(parts * most_rows * max(hidden_size * dtype.itemsize, 4), dtype=torch.uint8,
                                   device=device)
@@ -248,7 +249,9 @@ class Exchange:
             yield
         except DeviceLostError:
             raise
-        except BaseException:
+        except BaseException as error:
+            # What the step has allocated is free for `complete`.
+            traceback.clear_frames(error.__traceback__)
             self.complete()
             raise
 
@@ -257,27 +260,35 @@ class Exchange:
         self._of_parts[self._left.pop(0).name], self._done = self._done, []
 
     def complete(self) -> None:
-        """Take part in the exchanges of the step that are left, with zeros. Raises DeviceLostError."""
-        while self._left:
-            part = self._left[0]
-            for kind, columns, dtype in self._of_parts[part.name][len(self._done) :]:
-                self._take_part(kind, part.num_rows, columns, dtype)
-            self._done.clear()
-            self._left.pop(0)
+        """Take part in the exchanges of the step that are left, with zeros.
+
+        Raises DeviceLostError, also if this rank cannot take part: the others must not wait for it. In the first step,
+        which is of the warm-up, nothing is known of the exchanges: the start of all ranks fails.
+        """
+        try:
+            while self._left and (exchanges := self._of_parts.get(self._left[0].name)) is not None:
+                for kind, columns, dtype in exchanges[len(self._done) :]:
+                    self._take_part(kind, self._left[0].num_rows, columns, dtype)
+                self._done.clear()
+                self._left.pop(0)
+        except DeviceLostError:
+            raise
+        except Exception as error:                     # no memory
+            raise _lost(f"after an exception in a step, the part of rank {self.place.rank} in its exchanges", error
+                        ) from error
 
     def _take_part(self, kind: str, num_rows: int, columns: int, dtype: torch.dtype) -> None:
-        size = num_rows * columns * dtype.itemsize
-        count = 1 + self.size * (kind == GATHER or self._in_rank_order)
-        if count * size > len(self._spare):
-            self._spare = torch.zeros(count * size, dtype=torch.uint8, device=self._spare.device)
-        x, *parts = (part.view(dtype).view(num_rows, columns)
-                     for part in self._spare[: count * size].zero_().split(size))
+        size, gathers = num_rows * columns * dtype.itemsize, kind == GATHER or kind == SUM and self._in_rank_order
+        spare = self._spare[: (1 + gathers) * size].zero_()
+        if len(spare) < (1 + gathers) * size:          # logits; the head, which did not get there, needs more
+            spare = torch.zeros((1 + gathers) * size, dtype=torch.uint8, device=spare.device)
+        x, *others = (part.view(dtype).view(num_rows, columns) for part in spare.split(size))
         if kind == SEND:
             self.send(x.clone())                       # the memory is used again before it has arrived
         elif kind == RECEIVE:
             self._wait(kind, x, lambda: self._stages.recv([x], self.place.stage - 1, 0))
-        elif parts:
-            self._wait(kind, x, lambda: self._ranks.allgather([parts], [x]))
+        elif gathers:                                  # each result in place of the one before
+            self._wait(kind, x, lambda: self._ranks.allgather([others * self.size], [x]))
         else:
             self._wait(kind, x, lambda: self._ranks.allreduce([x]))
         self._done.pop()
