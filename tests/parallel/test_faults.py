@@ -33,8 +33,7 @@ FAULTS = [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1), ((2, 2), 3)]      
 TIMEOUT_S = 4.0
 SLOW = (2, 2), 0, "is slow"
 # (sizes, rank that is killed, after how many products of a step; None: before it tells rank 0 that a step is done)
-LOSSES = [((2, 1), 1, 0), ((2, 1), 1, 6), ((2, 1), 1, None), ((4, 1), 3, 3), ((2, 2), 1, 1), ((2, 2), 3, 3),
-          ((1, 2), 1, 2), ((1, 2), 1, None)]
+LOSSES = [((2, 1), 1, 6), ((2, 1), 1, None), ((4, 1), 3, 3), ((2, 2), 1, 1), ((2, 2), 3, 3), ((1, 2), 1, 2)]
 
 
 def victims_of(sizes):
