@@ -47,9 +47,14 @@ def forget_worker(control: Abortable) -> None:
 
 
 def is_a_worker(thread: threading.Thread) -> bool:
-    """Whether `thread` runs callbacks. Such a thread must not wait for a worker, because two workers could wait for
-    each other."""
-    return any(control.worker is thread for control in list(_controls))
+    """Whether `thread` runs callbacks. Such a thread must not wait for the end of a worker, because two workers could
+    wait for each other."""
+    return control_of(thread) is not None
+
+
+def control_of(thread: threading.Thread) -> Abortable | None:
+    """Return what controls `thread`, or None if it runs no callbacks."""
+    return next((control for control in list(_controls) if control.worker is thread), None)
 
 
 def _abort_all_workers() -> None:

@@ -25,11 +25,12 @@ from .errors import (
     where_raised,
 )
 from .guard import Heartbeat
-from .interpreter_exit import forget_worker
+from .interpreter_exit import control_of, forget_worker
 from .one_shot_event import OneShotEvent
 from .requests.inference_request import InferenceRequest
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_COMMANDS = 0.005    # of a worker that waits for another one
 NESTED_WORKER_LOOPS = 8    # exceptions in a row, a few bytecodes apart, that the worker survives
 ATTEMPTS_TO_END = 20    # attempts without a final response in between; some backends cannot be closed
 
@@ -114,10 +115,15 @@ class Command(Generic[Result]):
     def result(self, control: "WorkerControl") -> Result:
         """Wait for the call and return its result, or raise its exception.
 
+        A worker carries out its own commands meanwhile, because the other one may wait for it.
+
         Raises ManagerClosedError if the worker ends before.
         """
-        while not self._is_done.wait(SECONDS_BETWEEN_LOOKS) and not control.stopped.is_set:
-            pass
+        own = control_of(threading.current_thread())
+        seconds = SECONDS_BETWEEN_COMMANDS if isinstance(own, WorkerControl) else SECONDS_BETWEEN_LOOKS
+        while not self._is_done.wait(seconds) and not control.stopped.is_set:
+            if isinstance(own, WorkerControl):
+                own.run_commands()
         if self._error is not None:
             raise self._error
         if not self._results:
@@ -174,6 +180,12 @@ class WorkerControl:
     def _unwatched_s(self) -> float:
         late = time.monotonic() - self._watched_at - self.hang_warning_s / 4
         return late if late > self.hang_warning_s / 4 else 0.0
+
+    def run_commands(self) -> None:
+        """Carry out the commands of other threads. The worker calls this between two iterations, or in a callback."""
+        while self.commands:
+            self.commands[0].run()    # removed afterwards: an exception between the two must not lose it
+            self.commands.popleft()
 
     def claim_the_loop(self) -> bool:
         """Return True in the first thread that calls this method, also in its later calls, and False in other threads.
@@ -270,9 +282,7 @@ def _serve(loop: EngineLoop, control: WorkerControl, idle_poll_interval_s: float
             control.wake.wait_and_clear(idle_poll_interval_s)    # an endless series of exceptions must not spin
             loop.fail(failure)
     while not _is_done(loop, control):
-        while control.commands:
-            control.commands[0].run()    # removed afterwards: an exception between the two must not lose it
-            control.commands.popleft()
+        control.run_commands()
         if not loop.step(accept_new=not control.draining) and not _is_done(loop, control):
             control.heartbeat.beat("idle", control.clock.monotonic())
             control.wake.wait_and_clear(idle_poll_interval_s)

@@ -189,6 +189,24 @@ def test_events_are_kept_for_a_reader_and_the_oldest_are_dropped(make_manager, n
     manager.shutdown()
 
 
+def test_callbacks_of_two_managers_may_each_ask_the_other(make_manager, new_request):
+    clients, managers, asked = [Client(), Client()], [], [0, 0]
+
+    def ask_the_other(own):
+        if len(managers) == 2:
+            asked[own] += len(managers[1 - own].kv_snapshot()) > 0
+
+    for number, client in enumerate(clients):
+        client.on_send = lambda *_, number=number: ask_the_other(number)
+        managers.append(make_manager(client, backend={"tokens_per_block": SIZE}, kv_cache_config=KvCacheConfig(
+            enable_block_reuse=True, event_buffer_max_size=3)))
+        client.pending.extend(new_request(each, [each] * 9, 30, streaming=True) for each in range(3))
+    for client, manager in zip(clients, managers):
+        client.wait_for_finals(0, 1, 2)
+        assert manager.shutdown(timeout=20)
+    assert min(asked) > 0
+
+
 @pytest.mark.parametrize("kv, parts, text", [
     ({"event_buffer_max_size": 3}, {}, "enable_block_reuse is not set"),
     ({}, {"kv_events": print}, "enable_block_reuse is not set"),
