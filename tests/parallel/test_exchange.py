@@ -67,7 +67,7 @@ def sums_and_gathers(ports, rank):
             exchange.close()
 
 
-SUMS = [(4, False, sums), (4, True, sums_in_order), (2, True, sums_in_order)]
+SUMS = [(4, False, sums), (4, True, sums_in_order), (2, False, sums), (2, True, sums_in_order)]
 
 
 def test_sums_and_gathers(processes):
@@ -123,7 +123,7 @@ def steps_with_faults(port, rank, tensor_size, num_stages):
             except Planted:
                 assert faulty == rank
             assert torch.equal(model_step(exchange, 3)[0], expected)
-    for work, _hidden in exchange._sends:              # no rank ends before its hidden states have arrived
+    for (work,), _hidden in exchange._sends:           # no rank ends before its hidden states have arrived
         work.wait()
     if (tensor_size, num_stages) == (2, 1):            # a rank that fails in the head, and has no memory for its part
         with (mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError("none left")),

@@ -306,7 +306,7 @@ SET_LATER = {
     "operations.py": ({"num_done"}, "a counter"),
     "ranks/backend.py": ({"tokens"}, "of the next step"),
     "ranks/exchange.py": ({"of_torch", "_ranks", "_stages", "_spare", "_hidden_size", "_dtype", "_left", "_done",
-                           "wait_s", "_devices", "_timeout", "_threads"},
+                           "_swaps", "wait_s", "_devices", "_timeout", "_threads"},
                           "groups, once all ranks are there; what is left of a step"),
     "forms/form.py": ({"choice"}, "of the launched step"),
     "adapters/port.py": ({"_most_sums", "entries", "pool", "_slots", "_planned", "segments", "sent"},

@@ -151,9 +151,10 @@ class Exchange:
     def __init__(self, place: Place, *, in_rank_order: bool = False, most_sends: int = 2) -> None:
         self.place, self.rank, self.size = place, place.tensor_rank, place.tensor_parallel_size
         self._in_rank_order, self._most_sends = in_rank_order and self.size > 2, most_sends
+        self._swaps = False                            # two ranks send to each other, in place of a collective
         self._ranks: Any = None                        # group of the ranks of the stage
         self._stages: Any = None                       # group of this rank's counterparts in all stages
-        self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sends: deque[tuple[list[Any], torch.Tensor]] = deque()
         self._done: list[tuple[str, int, torch.dtype]] = []
         self._of_parts: dict[str, list[tuple[str, int, torch.dtype]]] = {}
         self._left: list[Portion] = []                # parts of the step that are not complete
@@ -167,6 +168,7 @@ class Exchange:
         engine   the same on all ranks, and new for each engine: the store may outlive it
         """
         place, options = self.place, {"collectives": collectives, "address": address, "timeout_s": timeout_s}
+        self._swaps = self.size == 2 and collectives == "gloo"       # with NCCL, both would wait in their sends
         if self.size > 1:
             self._ranks = make_group(store, f"{engine} ranks of stage {place.stage}", self.rank, self.size, **options)
         if place.pipeline_parallel_size > 1:
@@ -176,7 +178,7 @@ class Exchange:
     def reserve(self, most_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Reserve the memory with which `complete` takes part in the layers, for calls of up to `most_rows` rows."""
         self._hidden_size, self._dtype = hidden_size, dtype
-        parts = 1 + self._in_rank_order
+        parts = 1 + (self.size == 2 or self._in_rank_order)
         # Norms over all heads add a float32 for each row.
         self._spare = torch.zeros(parts * most_rows * max(hidden_size * dtype.itemsize, 4), dtype=torch.uint8,
                                   device=device)
@@ -187,11 +189,15 @@ class Exchange:
         if self.size == 1:
             return x
         x = x.contiguous()
+        if self._swaps:
+            other = torch.empty_like(x)
+            self._wait(SUM, x, lambda: self._swap(x, other))
+            return x.add_(other)
         if not self._in_rank_order:
-            self._wait(SUM, x, lambda: self._ranks.allreduce([x]))
+            self._wait(SUM, x, lambda: [self._ranks.allreduce([x])])
             return x
         first, *others = parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(SUM, x, lambda: self._ranks.allgather([parts], [x]))
+        self._wait(SUM, x, lambda: [self._ranks.allgather([parts], [x])])
         for other in others:
             first += other
         return first
@@ -200,39 +206,49 @@ class Exchange:
         if self.size == 1:
             return x
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(GATHER, x, lambda: self._ranks.allgather([parts], [x]))
+        parts = [torch.empty_like(x) for _ in range(1 if self._swaps else self.size)]
+        if self._swaps:
+            self._wait(GATHER, x, lambda: self._swap(x, parts[0]))
+            parts.insert(self.rank, x)
+        else:
+            self._wait(GATHER, x, lambda: [self._ranks.allgather([parts], [x])])
         return torch.cat(parts, -1)
+
+    def _swap(self, x: torch.Tensor, other: torch.Tensor) -> list[Any]:
+        """Send `x` to the other one of two ranks, whose tensor comes into `other`. Takes half as long as a collective
+        of gloo."""
+        return [self._ranks.send([x], 1 - self.rank, 0), self._ranks.recv([other], 1 - self.rank, 0)]
 
     def receive(self, num_rows: int) -> torch.Tensor:
         """Return the hidden states [num_rows, hidden size] that the stage before has sent."""
         hidden = torch.empty((num_rows, self._hidden_size), dtype=self._dtype, device=self._spare.device)
-        self._wait(RECEIVE, hidden, lambda: self._stages.recv([hidden], self.place.stage - 1, 0))
+        self._wait(RECEIVE, hidden, lambda: [self._stages.recv([hidden], self.place.stage - 1, 0)])
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
         """Send hidden states to the stage after. Does not wait until they have arrived, which must not change them."""
         hidden = hidden.contiguous()
-        work = self._launched(SEND, hidden, lambda: self._stages.send([hidden], self.place.stage + 1, 0))
-        self._sends.append((work, hidden))
+        works = self._launched(SEND, hidden, lambda: [self._stages.send([hidden], self.place.stage + 1, 0)])
+        self._sends.append((works, hidden))
         while len(self._sends) > self._most_sends:
             self._finish(SEND, self._sends.popleft()[0])
 
-    def _wait(self, kind: str, x: torch.Tensor, launch: Callable[[], Any]) -> None:
+    def _wait(self, kind: str, x: torch.Tensor, launch: Callable[[], list[Any]]) -> None:
         self._finish(kind, self._launched(kind, x, launch))
 
-    def _launched(self, kind: str, x: torch.Tensor, launch: Callable[[], Any]) -> Any:
+    def _launched(self, kind: str, x: torch.Tensor, launch: Callable[[], list[Any]]) -> list[Any]:
         try:
-            work = launch()
+            works = launch()
         except RuntimeError as error:
             raise _lost(f"the exchange {kind!r} with other ranks", error) from error
         self._done.append((kind, x.shape[-1], x.dtype))
-        return work
+        return works
 
-    def _finish(self, kind: str, work: Any) -> None:
+    def _finish(self, kind: str, works: list[Any]) -> None:
         begin = time.perf_counter()
         try:
-            work.wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise _lost(f"the exchange {kind!r} with other ranks", error) from error
         finally:
@@ -278,7 +294,8 @@ class Exchange:
                         ) from error
 
     def _take_part(self, kind: str, num_rows: int, columns: int, dtype: torch.dtype) -> None:
-        size, gathers = num_rows * columns * dtype.itemsize, kind == GATHER or kind == SUM and self._in_rank_order
+        size = num_rows * columns * dtype.itemsize
+        gathers = kind == GATHER or kind == SUM and (self._swaps or self._in_rank_order)
         spare = self._spare[: (1 + gathers) * size].zero_()
         if len(spare) < (1 + gathers) * size:          # logits; the head, which did not get there, needs more
             spare = torch.zeros((1 + gathers) * size, dtype=torch.uint8, device=spare.device)
@@ -286,11 +303,13 @@ class Exchange:
         if kind == SEND:
             self.send(x.clone())                       # the memory is used again before it has arrived
         elif kind == RECEIVE:
-            self._wait(kind, x, lambda: self._stages.recv([x], self.place.stage - 1, 0))
+            self._wait(kind, x, lambda: [self._stages.recv([x], self.place.stage - 1, 0)])
+        elif self._swaps:
+            self._wait(kind, x, lambda: self._swap(x, *others))
         elif gathers:                                  # each result in place of the one before
-            self._wait(kind, x, lambda: self._ranks.allgather([others * self.size], [x]))
+            self._wait(kind, x, lambda: [self._ranks.allgather([others * self.size], [x])])
         else:
-            self._wait(kind, x, lambda: self._ranks.allreduce([x]))
+            self._wait(kind, x, lambda: [self._ranks.allreduce([x])])
         self._done.pop()
 
     def take_wait(self) -> float:
