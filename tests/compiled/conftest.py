@@ -1,3 +1,4 @@
+import os
 import platform
 
 import pytest
@@ -22,8 +23,9 @@ MACHINES = {"native": "", "x86-64-v4": "avx512f", "x86-64-v3": "avx2", "x86-64-v
 
 @pytest.fixture(scope="session")
 def machine_caches(tmp_path_factory):
-    """The cache folder of the libraries for older processors, each of which is compiled once."""
-    return tmp_path_factory.mktemp("cache")
+    """The cache folder of the libraries for older processors, each compiled once for all processes of `pytest -n`."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache of older processors"
 
 
 @pytest.fixture(scope="module", params=MACHINES)

@@ -27,6 +27,8 @@
 
 #define BLOCK_INPUTS 32
 #define BLOCKS_OF_A_FACTOR 8
+#define MAX_QUANTISED_ROWS 8           /* of a kernel */
+#define MAX_QUANTISED_PANELS 2
 #define PREFETCHED_AHEAD 8192         /* bytes: the hardware prefetcher stops at the end of a page */
 
 /* Types, numbered as in Python. */
@@ -318,119 +320,147 @@ INLINE Scales scales_of(int type, const uint8_t *scales, Factors factors) {
 #define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
-/* Multiply R rows with a panel. */
-INLINE void multiply_panel(const int type, const int R, const int row_type, const Matrix *m, const QuantisedPart *part,
-                           const char *x, int64_t row_bytes, const Target *t, int64_t row, int64_t panel) {
+/* Multiply R rows with P adjacent panels, which share the loads of x. */
+INLINE void multiply_panels(const int type, const int R, const int P, const int row_type, const Matrix *m,
+                            const QuantisedPart *part, const char *x, int64_t row_bytes, const Target *t, int64_t row,
+                            int64_t panel) {
     const int num_words = words_per_number(row_type);
-    const int64_t blocks = m->inputs / BLOCK_INPUTS;
-    const uint8_t *start = part->panels + (panel - part->first_panel) * quantised_panel_bytes(part, m->inputs);
+    const int64_t blocks = m->inputs / BLOCK_INPUTS, panel_bytes = quantised_panel_bytes(part, m->inputs);
+    const uint8_t *first = part->panels + (panel - part->first_panel) * panel_bytes;
     const int64_t shared = in_groups(type) ? part->group_blocks : BLOCKS_OF_A_FACTOR;
-    PreparedRow from[8];
+    PreparedRow from[MAX_QUANTISED_ROWS];
     for (int r = 0; r < R; r++) from[r] = prepared_row(x + r * row_bytes, m->inputs, row_type);
     for (int v = 0; v < PARTS; v++) {
-        floats sums[8];
-        UNROLLED for (int r = 0; r < R; r++) sums[r] = all(0);
-        Factors factors = {};
-        const uint8_t *next_factors = start + factors_at(type, blocks);
-        int64_t next_block = 0;                            /* with other factors */
+        floats sums[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS];
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int q = 0; q < P; q++) sums[r][q] = all(0);
+        Factors factors[MAX_QUANTISED_PANELS] = {};
+        int64_t next_factors = factors_at(type, blocks), next_block = 0;       /* next_block has other factors */
         for (int64_t b = 0; b < blocks; b++) {
-            const uint8_t *levels = start + levels_at(type, b);
             if ((is_k(type) || in_groups(type)) && b == next_block) {
-                factors = factors_of(type, part, next_factors, v * LANES);
+                UNROLLED for (int q = 0; q < P; q++)
+                    factors[q] = factors_of(type, part, first + q * panel_bytes + next_factors, v * LANES);
                 next_factors += factor_bytes(part), next_block += shared;
             }
-            if (v == 0) {
-                UNROLLED for (int i = 0; i < level_bits(type); i++)
-                    prefetch_soon(levels + i * LINE_BYTES + PREFETCHED_AHEAD);
-                if (line_bytes(type) && b % blocks_per_line(type) == 0) prefetch_soon(levels - LINE_BYTES + PREFETCHED_AHEAD);
+            int64_t ahead = PREFETCHED_AHEAD / P;
+            if (P > 1 && levels_at(type, b) + ahead >= panel_bytes) ahead += (P - 1) * panel_bytes;
+            const uint8_t *levels[MAX_QUANTISED_PANELS];
+            Scales s[MAX_QUANTISED_PANELS];
+            UNROLLED for (int q = 0; q < P; q++) {
+                const uint8_t *start = first + q * panel_bytes;
+                levels[q] = start + levels_at(type, b);
+                if (v == 0) {
+                    UNROLLED for (int i = 0; i < level_bits(type); i++)
+                        prefetch_soon(levels[q] + i * LINE_BYTES + ahead);
+                    if (line_bytes(type) && b % blocks_per_line(type) == 0)
+                        prefetch_soon(levels[q] - LINE_BYTES + ahead);
+                }
+                levels[q] += v * LANES * 4;
+                const int lane_bytes = is_k(type) ? 1 : 2;
+                s[q] = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes, factors[q]);
             }
-            levels += v * LANES * 4;
-            const int lane_bytes = is_k(type) ? 1 : 2;
-            Scales s = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes, factors);
             UNROLLED for (int half = 0; half < scales_per_block(type); half++) {
-                integers found[8][2];
+                integers found[MAX_QUANTISED_ROWS][2][MAX_QUANTISED_PANELS];
                 UNROLLED for (int r = 0; r < R; r++)
                     UNROLLED for (int w = 0; w < num_words; w++) {
                         const int32_t *sum = from[r].blocks[b].sums[w];
-                        if (in_groups(type)) found[r][w] = -factors.zero * all_integers(sum[0] + sum[1]);
-                        else found[r][w] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
-                            scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
+                        UNROLLED for (int q = 0; q < P; q++)
+                            if (in_groups(type)) found[r][w][q] = -factors[q].zero * all_integers(sum[0] + sum[1]);
+                            else found[r][w][q] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
+                                scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
                     }
                 const int count = BLOCK_INPUTS / 2 / scales_per_block(type);
                 UNROLLED for (int p = half * count; p < (half + 1) * count; p++) {
-                    pairs weights = levels_of(type, levels, p);
+                    pairs weights[MAX_QUANTISED_PANELS];
+                    UNROLLED for (int q = 0; q < P; q++) weights[q] = levels_of(type, levels[q], p);
                     UNROLLED for (int r = 0; r < R; r++)
                         UNROLLED for (int w = 0; w < num_words; w++) {
                             int32_t two;
                             memcpy(&two, from[r].words[w] + b * BLOCK_INPUTS + 2 * p, 4);
-                            found[r][w] = add_word_pairs(found[r][w], weights, all_integers(two));
+                            UNROLLED for (int q = 0; q < P; q++)
+                                found[r][w][q] = add_word_pairs(found[r][w][q], weights[q], all_integers(two));
                         }
                 }
-                UNROLLED for (int r = 0; r < R; r++) {
-                    floats total = __builtin_convertvector(found[r][0], floats);
-                    if (num_words == 2)
-                        total = fused(__builtin_convertvector(found[r][1], floats), all(0x1p-15f), total);
-                    sums[r] = fused(total, s.scale[half] * from[r].blocks[b].scale, sums[r]);
-                }
+                UNROLLED for (int r = 0; r < R; r++)
+                    UNROLLED for (int q = 0; q < P; q++) {
+                        floats total = __builtin_convertvector(found[r][0][q], floats);
+                        if (num_words == 2)
+                            total = fused(__builtin_convertvector(found[r][1][q], floats), all(0x1p-15f), total);
+                        sums[r][q] = fused(total, s[q].scale[half] * from[r].blocks[b].scale, sums[r][q]);
+                    }
             }
             if (has_minimum(type))
                 UNROLLED for (int r = 0; r < R; r++)
-                    for (int half = 0; half < (type == Q2_K ? 2 : 1); half++)
-                        sums[r] = fused(s.minimum[half], all(type == Q2_K ? from[r].blocks[b].totals[half]
-                                                                          : from[r].blocks[b].total), sums[r]);
+                    UNROLLED for (int q = 0; q < P; q++)
+                        for (int half = 0; half < (type == Q2_K ? 2 : 1); half++) {
+                            floats total = all(type == Q2_K ? from[r].blocks[b].totals[half] : from[r].blocks[b].total);
+                            sums[r][q] = fused(s[q].minimum[half], total, sums[r][q]);
+                        }
         }
-        for (int r = 0; r < R; r++) finish(m, t, row + r, panel * PANEL + v * LANES, sums[r] * m->factor);
+        for (int r = 0; r < R; r++)
+            for (int q = 0; q < P; q++)
+                finish(m, t, row + r, (panel + q) * PANEL + v * LANES, sums[r][q] * m->factor);
     }
 }
 
 /* Kernels: as many rows at a time as fit into registers. */
 typedef void (*PanelKernel)(const Matrix *, const QuantisedPart *, const char *, int64_t, const Target *, int64_t,
                             int64_t);
-#define PANEL_KERNEL(TYPE, R, ROWS)                                                                                   \
-    static void TYPE##_##R##_##ROWS(const Matrix *m, const QuantisedPart *part, const char *x, int64_t row_bytes,     \
-                                    const Target *t, int64_t row, int64_t panel) {                                    \
-        multiply_panel(TYPE, R, ROWS, m, part, x, row_bytes, t, row, panel);                                          \
+#define PANEL_KERNEL(TYPE, R, P, ROWS)                                                                                \
+    static void TYPE##_##R##x##P##_##ROWS(const Matrix *m, const QuantisedPart *part, const char *x,                  \
+                                          int64_t row_bytes, const Target *t, int64_t row, int64_t panel) {           \
+        multiply_panels(TYPE, R, P, ROWS, m, part, x, row_bytes, t, row, panel);                                      \
     }
+/* min_row: of the first row. Later rows find the panels in the cache. Two of them at once come from memory slowly. */
+static const struct { int rows, panels, min_row; } kernel_sizes[2][4] = {
 #if LANES == 16
+    {{1, 1, 0}, {2, 1, 0}, {4, 2, 0}, {}}, {{1, 1, 0}, {4, 1, 0}, {8, 1, 0}, {8, 2, 8}}};
 #define PANEL_KERNELS(TYPE)                                                                                           \
-    PANEL_KERNEL(TYPE, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, BFLOAT16) PANEL_KERNEL(TYPE, 8, BFLOAT16)                   \
-    PANEL_KERNEL(TYPE, 1, FLOAT32) PANEL_KERNEL(TYPE, 4, FLOAT32)
-#define KERNELS_OF(TYPE) {{TYPE##_1_FLOAT32, TYPE##_4_FLOAT32, 0},                                                    \
-                          {TYPE##_1_BFLOAT16, TYPE##_4_BFLOAT16, TYPE##_8_BFLOAT16}}
-static const int kernel_rows[2][3] = {{1, 4, 0}, {1, 4, 8}};
+    PANEL_KERNEL(TYPE, 1, 1, FLOAT32) PANEL_KERNEL(TYPE, 2, 1, FLOAT32) PANEL_KERNEL(TYPE, 4, 2, FLOAT32)             \
+    PANEL_KERNEL(TYPE, 1, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, 1, BFLOAT16) PANEL_KERNEL(TYPE, 8, 1, BFLOAT16)
+#define KERNELS_OF(TYPE, LARGEST)                                                                                     \
+    {{TYPE##_1x1_FLOAT32, TYPE##_2x1_FLOAT32, TYPE##_4x2_FLOAT32},                                                    \
+     {TYPE##_1x1_BFLOAT16, TYPE##_4x1_BFLOAT16, TYPE##_8x1_BFLOAT16, LARGEST}}
+/* For the most frequent types of those that gain by it. Each takes half a second to compile. */
+PANEL_KERNEL(Q4_0, 8, 2, BFLOAT16) PANEL_KERNEL(Q4_1, 8, 2, BFLOAT16) PANEL_KERNEL(Q8_0, 8, 2, BFLOAT16)
+PANEL_KERNEL(Q4_K, 8, 2, BFLOAT16) PANEL_KERNEL(INT4, 8, 2, BFLOAT16) PANEL_KERNEL(INT8, 8, 2, BFLOAT16)
+#define LARGEST_OF(TYPE) TYPE##_8x2_BFLOAT16
 #else
+    {{1, 1, 0}, {2, 1, 0}, {}, {}}, {{1, 1, 0}, {4, 1, 0}, {}, {}}};
 #define PANEL_KERNELS(TYPE)                                                                                           \
-    PANEL_KERNEL(TYPE, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, BFLOAT16)                                                   \
-    PANEL_KERNEL(TYPE, 1, FLOAT32) PANEL_KERNEL(TYPE, 2, FLOAT32)
-#define KERNELS_OF(TYPE) {{TYPE##_1_FLOAT32, TYPE##_2_FLOAT32, 0}, {TYPE##_1_BFLOAT16, TYPE##_4_BFLOAT16, 0}}
-static const int kernel_rows[2][3] = {{1, 2, 0}, {1, 4, 0}};
+    PANEL_KERNEL(TYPE, 1, 1, FLOAT32) PANEL_KERNEL(TYPE, 2, 1, FLOAT32)                                               \
+    PANEL_KERNEL(TYPE, 1, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, 1, BFLOAT16)
+#define KERNELS_OF(TYPE, LARGEST) {{TYPE##_1x1_FLOAT32, TYPE##_2x1_FLOAT32}, {TYPE##_1x1_BFLOAT16, TYPE##_4x1_BFLOAT16}}
 #endif
 PANEL_KERNELS(Q4_0) PANEL_KERNELS(Q4_1) PANEL_KERNELS(Q5_0) PANEL_KERNELS(Q5_1) PANEL_KERNELS(Q8_0)
 PANEL_KERNELS(IQ4_NL) PANEL_KERNELS(Q2_K) PANEL_KERNELS(Q3_K) PANEL_KERNELS(Q4_K) PANEL_KERNELS(Q5_K)
 PANEL_KERNELS(Q6_K) PANEL_KERNELS(IQ4_XS) PANEL_KERNELS(INT4) PANEL_KERNELS(INT8)
 
-/* Kernels of each type, for each type of rows, for kernel_rows rows. */
-static const PanelKernel panel_kernels[NUM_TYPES][2][3] = {
-    KERNELS_OF(Q4_0), KERNELS_OF(Q4_1), KERNELS_OF(Q5_0), KERNELS_OF(Q5_1), KERNELS_OF(Q8_0), KERNELS_OF(IQ4_NL),
-    KERNELS_OF(Q2_K), KERNELS_OF(Q3_K), KERNELS_OF(Q4_K), KERNELS_OF(Q5_K), KERNELS_OF(Q6_K), KERNELS_OF(IQ4_XS),
-    KERNELS_OF(INT4), KERNELS_OF(INT8)};
+/* Kernels of each type, for each type of rows, of the kernel_sizes; NULL: none of this size. */
+static const PanelKernel panel_kernels[NUM_TYPES][2][4] = {
+    KERNELS_OF(Q4_0, LARGEST_OF(Q4_0)), KERNELS_OF(Q4_1, LARGEST_OF(Q4_1)), KERNELS_OF(Q5_0, 0), KERNELS_OF(Q5_1, 0),
+    KERNELS_OF(Q8_0, LARGEST_OF(Q8_0)), KERNELS_OF(IQ4_NL, 0), KERNELS_OF(Q2_K, 0), KERNELS_OF(Q3_K, 0),
+    KERNELS_OF(Q4_K, LARGEST_OF(Q4_K)), KERNELS_OF(Q5_K, 0), KERNELS_OF(Q6_K, 0), KERNELS_OF(IQ4_XS, 0),
+    KERNELS_OF(INT4, LARGEST_OF(INT4)), KERNELS_OF(INT8, LARGEST_OF(INT8))};
 
 /* Multiply all rows with the panels first .. end - 1. Rows of x are prepared, and `stride` entries of their type apart.
 */
 static void multiply_quantised(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t,
                                int64_t first, int64_t end) {
     int64_t row_bytes = stride * bytes_of(m->type);
-    const int *counts = kernel_rows[m->type];
     for (const QuantisedPart *part = m->parts; part < m->parts + m->num_parts; part++) {
-        int64_t panel = first > part->first_panel ? first : part->first_panel;
-        for (; panel < end && panel < part->end_panel; panel++)
-            for (int64_t row = 0; row < rows;) {
-                int kernel = 2;                            /* the largest one that the rows fill */
-                while (!counts[kernel] || counts[kernel] > rows - row) kernel--;
+        int64_t last = end < part->end_panel ? end : part->end_panel;
+        for (int64_t panel = first > part->first_panel ? first : part->first_panel; panel < last; panel += 2) {
+            int wide = panel + 2 <= last ? 2 : 1, at;
+            for (int64_t row = 0; row < rows; row += kernel_sizes[m->type][at].rows) {
+                for (at = 3;; at--)                        /* the largest kernel that the rows and panels fill */
+                    if (panel_kernels[part->type][m->type][at] && kernel_sizes[m->type][at].rows <= rows - row
+                        && kernel_sizes[m->type][at].panels <= wide && kernel_sizes[m->type][at].min_row <= row) break;
                 const char *from = (const char *)x + row * row_bytes;
-                panel_kernels[part->type][m->type][kernel](m, part, from, row_bytes, t, row, panel);
-                row += counts[kernel];
+                for (int i = 0; i < wide; i += kernel_sizes[m->type][at].panels)
+                    panel_kernels[part->type][m->type][at](m, part, from, row_bytes, t, row, panel + i);
             }
+        }
     }
 }
 
