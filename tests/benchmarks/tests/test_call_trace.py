@@ -1,10 +1,12 @@
 """The number of calls in one plain generation step stays small."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from batch_manager import SchedulerPolicy
+from batch_manager.tools.host_bench import Setting, Stopwatch, make_loop
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from tests.benchmarks.call_trace import main, trace_one_step
 
@@ -18,6 +20,23 @@ def test_a_plain_generation_step_makes_at_most_240_calls_through_41_files():
     names = [function for _, _, function in calls.calls]
     for one_of_each_tower in ("GenerationLoop.step", "NativeBackend.start", "KvCacheManager.claim", "Linear.__call__"):
         assert one_of_each_tower in names
+
+
+@pytest.mark.parametrize("streaming, of_each", [(False, 0), (True, 1)])
+def test_a_request_costs_no_call_in_an_iteration_but_its_callback(streaming, of_each):
+    def calls_of(batch):
+        watch, counts = Stopwatch(), []
+        watch.watch = lambda phase, call: call
+        setting = Setting(batch=batch, iterations=5, streaming=streaming, policy="guaranteed_no_evict")
+        loop, _clients = make_loop(setting, watch)
+        for _ in range(5):
+            counts.append(0)
+            sys.setprofile(lambda frame, event, argument: counts.append(counts.pop() + (event == "call")))
+            loop.step(accept_new=True)
+            sys.setprofile(None)
+        return min(counts)
+
+    assert 0 <= calls_of(64) - calls_of(32) - 32 * of_each < 32
 
 
 def test_a_compiled_step_enters_no_layer():
