@@ -646,8 +646,9 @@ class Parts:
                 KvCacheConfig.disk_cache_path. Needs enable_block_reuse and host_cache_size. Called on threads of the
                 engine; its exceptions are logged and counted, and what it lacks is computed
     drafter     a Drafter, with SpeculativeConfig("custom")
-    kv_events   (events: list[KvEvent]) -> None, called on the worker thread after an iteration that changed what the
-                prefix cache can find. Needs enable_block_reuse. Exceptions are logged and dropped
+    kv_events   (events: Sequence[KvEvent]) -> None, called on the worker thread after an iteration that changed what
+                the prefix cache can find. Events are made when they are read first, so another thread should read them.
+                Needs enable_block_reuse. Exceptions are logged and dropped
     logits_post_processor_batched   called once per step with the logits of all requests whose logits_post_processor is
                 "batched": (request_ids, logits [n, 1, beams, vocab], token_ids) -> None. Changes the logits in place;
                 see decoding/logits_post_processors.py
@@ -663,7 +664,7 @@ class Parts:
     trace: Callable[..., None] | None = None
     after_responses: Callable[[], None] | None = None
     at_end: Callable[[dict[str, Any]], None] | None = None
-    kv_events: Callable[[list[KvEvent]], None] | None = None
+    kv_events: Callable[[Sequence[KvEvent]], None] | None = None
     block_store: Any = None
     drafter: Any = None
     logits_post_processor_batched: Callable[..., None] | None = None

@@ -240,7 +240,7 @@ class GptManager:
         """
         self._check_process()
         events = self._kv_events()
-        return self._on_worker(events.snapshot)
+        return list(self._on_worker(events.snapshot))
 
     def _kv_events(self) -> EventLog:
         if self._loop.kv_events is None:

@@ -10,6 +10,7 @@ import pickle
 import signal
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -149,7 +150,7 @@ class Exchange:
     def _record(self, json: str) -> None:
         self._wire.send(Record(json))
 
-    def _kv_events(self, events: list[KvEvent]) -> None:
+    def _kv_events(self, events: Sequence[KvEvent]) -> None:
         self._wire.send(KvEvents(events))
 
     def _at_end(self, health: dict[str, Any]) -> None:

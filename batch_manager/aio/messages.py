@@ -6,6 +6,7 @@ these two processes can write to it.
 
 import pickle
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ class Record(NamedTuple):
 class KvEvents(NamedTuple):
     """Events of the prefix cache."""
 
-    events: list[KvEvent]
+    events: Sequence[KvEvent]
 
 
 class Beat(NamedTuple):

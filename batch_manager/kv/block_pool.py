@@ -25,8 +25,8 @@ class BlockPool:
     findable       blocks whose content the prefix cache can find. When the cache loses the content of blocks, it
                    calls `note_contents_lost`
     num_cached     free blocks that are findable
-    priority_changed       called with a block and its priority after the priority of any block was set or has expired
     has_priorities         whether a priority other than the default was ever set
+    priority_changed       from then on, called with a block and its priority after that was set or has expired
     has_timed_priorities   whether a priority with a duration was ever set
     """
 
@@ -73,7 +73,7 @@ class BlockPool:
         self.has_priorities = self.has_priorities or priority != DEFAULT_PRIORITY
         self.has_timed_priorities = self.has_timed_priorities or duration is not None
         self.free.set_priority(block_id, priority, duration)
-        if self.priority_changed is not None:
+        if self.has_priorities and self.priority_changed is not None:
             self.priority_changed(block_id, priority)
 
     def end_timed_priorities(self) -> None:

@@ -6,7 +6,7 @@ poll    the result counts as an empty set
 stats, after_responses, at_end, kv_events   the exception is ignored and the call is not repeated
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from operator import index
@@ -32,7 +32,7 @@ PollStopSignalCallback = Callable[[], Iterable[int]]
 ReturnBatchManagerStatsCallback = Callable[[str], None]
 AfterResponsesHook = Callable[[], None]
 AtEndHook = Callable[[dict[str, Any]], None]
-KvEventsHook = Callable[[list[KvEvent]], None]
+KvEventsHook = Callable[[Sequence[KvEvent]], None]
 
 
 class GuardedCallbacks:
@@ -166,7 +166,7 @@ class GuardedCallbacks:
                 self._has_responded = False
                 hook()
 
-    def kv_events(self, events: list[KvEvent]) -> None:
+    def kv_events(self, events: Sequence[KvEvent]) -> None:
         """Call the hook `kv_events`, if there is one and there are events."""
         if self._kv_events is not None and events:
             with self._in_kv_events:

@@ -212,11 +212,10 @@ class Clients:
         pass
 
 
-def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, Clients]:
-    """Return a loop and its callbacks. The stopwatch measures the phases of the loop.
-
-    The first iteration computes the contexts of a full batch.
-    """
+def make_loop(setting: Setting, stopwatch: Stopwatch, *, reuses: bool = False,
+              hook: Callable | None = None) -> tuple[GenerationLoop, Clients]:
+    """Return a loop, whose phases the stopwatch measures, and its callbacks. Its first iteration computes all contexts.
+    With `reuses`, blocks are reusable, and `hook` may take their events."""
     batch, longest_prompt = setting.batch, SHORTEST_PROMPT + setting.tokens_per_block
     sizes = dict(vocab_size=32000, max_seq_len=setting.max_seq_len, num_blocks=batch * setting.blocks_of_each,
                  tokens_per_block=setting.tokens_per_block, num_slots=setting.num_active)
@@ -230,14 +229,15 @@ def make_loop(setting: Setting, stopwatch: Stopwatch) -> tuple[GenerationLoop, C
     backend = TimedBackend(model, stopwatch)
     clients = Clients(list(_requests(setting)), more_than_asked=setting.queued)
     params = TrtGptModelOptionalParams(
-        kv_cache_config=KvCacheConfig(tokens_per_block=setting.tokens_per_block), max_batch_size=batch,
-        max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=reuses, tokens_per_block=setting.tokens_per_block),
+        max_batch_size=batch, max_num_sequences=setting.num_active, max_queued_requests=setting.queued,
         max_admissions_per_iteration=setting.num_active + setting.queued,
         max_num_tokens=batch * longest_prompt, run_ahead=setting.run_ahead)
     loop = build_loop(
         EngineArguments(scheduler_policy=POLICIES[setting.policy], optional_params=params,
                         exclude_input_in_output=True),
-        Callbacks(clients.get, clients.send, clients.poll, clients.return_stats), Parts(backend=backend))
+        Callbacks(clients.get, clients.send, clients.poll, clients.return_stats),
+        Parts(backend=backend, kv_events=hook))
 
     for method, phase in PHASES.items():
         setattr(loop, method, stopwatch.watch(phase, getattr(loop, method)))
