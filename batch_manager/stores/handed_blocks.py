@@ -233,7 +233,7 @@ class HandedBlocks(StoredBlocks):
                     (source.host, source.port), source.ticket, self._fingerprint, load.start, keys, buffers, load.until,
                     lambda: self._is_closed)
                 load.num_bytes = sum(map(len, buffers[:filled]))
-        except Exception as error:
+        except BaseException as error:
             load.reason = f"made the fetch raise {type_name(error)}"
         load.microseconds = int((time.monotonic() - began) * 1e6)
         load.num_right = filled

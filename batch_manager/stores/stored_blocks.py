@@ -49,7 +49,7 @@ class Load:
     host_ids: list[int]
     ticket: int
     num_right: int | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     lora_task_id: int | None = None
     is_late: bool = False        # a request no longer waits for it
     parts: list["_Part"] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Save:
     block: StoredBlock
     host_id: int
     ticket: int
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -138,14 +138,14 @@ class StoredBlocks:
         figures = {**self._figures, "Requests Loading": len(self._waiting)}
         try:
             figures |= {str(name): int(value) for name, value in self._store.figures().items()}
-        except Exception as error:
+        except BaseException as error:
             self._note_failure("figures", error)
         return figures
 
     def _open(self) -> None:
         try:
             self._fingerprint = self._make_fingerprint()
-        except Exception as error:
+        except BaseException as error:
             log.error("the store is not used, because the fingerprint of the model raised %s: %s", type_name(error),
                       error)
         finally:
@@ -195,7 +195,7 @@ class StoredBlocks:
     def _run_refresh(self, refresh: Callable[[], None]) -> None:
         try:
             refresh()
-        except Exception as error:
+        except BaseException as error:
             self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
 
     def _start_load(self, request: LlmRequest, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
@@ -203,7 +203,7 @@ class StoredBlocks:
         unit, host = self._cache.tokens_per_block, self._cache.host
         try:
             found = min(self._store.count(blocks), len(blocks), self._room_for_loads)
-        except Exception as error:
+        except BaseException as error:
             self._note_failure("count", error)
             return None
         if found * unit < self._min_tokens:
@@ -287,7 +287,7 @@ class StoredBlocks:
         blocks = self._named(self._cache.domain_of(request), [node.key for node in nodes])
         try:
             known = self._store.count(blocks)
-        except Exception as error:
+        except BaseException as error:
             self._note_failure("count", error)
             return
         for block, node in list(zip(blocks, nodes, strict=True))[known:]:
@@ -388,7 +388,7 @@ class StoredBlocks:
                 return
             try:
                 self._store.close()
-            except Exception as error:
+            except BaseException as error:
                 self._note_failure("close", error)
 
     def _submit_what_is_due(self) -> None:
@@ -413,7 +413,7 @@ class StoredBlocks:
             loaded = self._store.load(blocks, [self._host_block(host_id)
                                                for host_id in load.host_ids[part.start:part.end]])
             part.num_right = min(max(int(loaded), 0), len(blocks))
-        except Exception as error:
+        except BaseException as error:
             load.error = error
         self._ended.append(part)
         self.wake()
@@ -422,7 +422,7 @@ class StoredBlocks:
         """On a thread: have the store save a block."""
         try:
             self._store.save(save.block, self._host_block(save.host_id))
-        except Exception as error:
+        except BaseException as error:
             save.error = error
         self._ended.append(save)
         self.wake()
@@ -470,7 +470,7 @@ class StoredBlocks:
             parent = name
         return blocks
 
-    def _note_failure(self, method: str, error: Exception) -> None:
+    def _note_failure(self, method: str, error: BaseException) -> None:
         self._log.log(logging.WARNING, "`%s` of the store raised %s; what it has is computed", method, type_name(error),
                       raised=error)
         self._count_failure()
