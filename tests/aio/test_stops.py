@@ -69,7 +69,7 @@ async def cancel_in_a_thread(engine):
     await anext(stream)
     thread = threading.Thread(target=stream.cancel)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert await tokens_of(stream) == []
 
 

@@ -27,7 +27,7 @@ def test_blocks_of_rows_find_what_rows_find_one_by_one(options, tmp_path):
     program = tmp_path / "attention_in_blocks"
     made = subprocess.run([compiler, "-O1", "-march=native", "-ffp-contract=fast", *options, "-w",
                            f"-I{build.HERE}", "-o", str(program), str(PROGRAM), "-lm", "-pthread"],
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, timeout=300)
     if made.returncode and "mno-amx-bf16" in made.stderr:
         pytest.skip("this compiler does not know AMX")
     assert not made.returncode, made.stderr

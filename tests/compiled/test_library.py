@@ -228,7 +228,7 @@ def test_the_lock_of_a_killed_process_is_free(holder, monkeypatch):
         looks.append(holder.poll())
         if len(looks) == 3:
             holder.kill()
-            holder.wait()
+            holder.wait(60)
 
     monkeypatch.setattr(build, "_compiler", lambda find=build._compiler: [*find()])
     assert not isinstance(library._load(kill_at_the_third_look), str)

@@ -151,7 +151,7 @@ def test_threads_that_compute_at_once_do_not_disturb_each_other(threads):
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join()
+        thread.join(60)
     assert wrong == [0] * 4
 
 

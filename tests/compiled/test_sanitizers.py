@@ -19,7 +19,7 @@ def test_many_jobs(sanitizer, machine, tmp_path):
     program = tmp_path / "many_jobs"
     made = subprocess.run([compiler, "-O1", "-g", f"-march={machine}", f"-fsanitize={sanitizer}", "-Wno-psabi",
                            f"-I{HERE}", "-o", str(program), str(PROGRAM), "-lm", "-pthread"],
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, timeout=300)
     if made.returncode:
         pytest.skip(f"no such sanitizer: {made.stderr.splitlines()[-1]}")
     result = subprocess.run([program], capture_output=True, text=True, timeout=200, env={"ASAN_OPTIONS": ""})

@@ -17,6 +17,7 @@ from batch_manager.errors import BatchManagerError, ConfigError, ManagerClosedEr
 from batch_manager.scheduling.capacity import STARVED_PLANS
 from batch_manager.testing.scripted_backend import ADAPTER_MODULES
 from tests.harness.scripted_adapters import adapter_tensors, content_of
+from tests.harness.waiting import until
 
 PAGES = 6
 ONE_RANK = 4 * ADAPTER_MODULES.page_elements      # bytes of an adapter of rank 1 in float32
@@ -240,8 +241,7 @@ def test_a_starved_adapter_gets_in(make_adapted, new_request):
     def step():
         world.step()
         more()
-        while not all(each.job is None or each.job.is_done for each in world.loop.preparing.waiting):
-            sleep(0.0005)
+        until(lambda: all(each.job is None or each.job.is_done for each in world.loop.preparing.waiting))
 
     for _ in range(10):
         step()
@@ -350,14 +350,13 @@ def test_a_command_that_the_worker_cannot_carry_out_any_more_ends(make_manager, 
     def hang():
         if not is_inside.is_set():
             is_inside.set()
-            may_go.wait()
+            may_go.wait(60)
 
     client.on_get = hang
     assert is_inside.wait(60)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(manager.load_adapter, 7, adapter_tensors(1))
-        while not manager._control.commands:
-            sleep(0.001)
+        until(lambda: manager._control.commands)
         manager._control.ask_to_abort()
         may_go.set()
         with pytest.raises(ManagerClosedError):

@@ -241,7 +241,7 @@ def test_c15_a_set_to_stop_may_be_added_to_while_it_is_read(make_manager, new_cl
     client.pending = [new_request(1, [1], 50)]
     client.wait_for_finals(1)
     ended.set()
-    adding.join()
+    adding.join(60)
     assert manager.health()["callback_failures"]["poll"] == 0
 
 

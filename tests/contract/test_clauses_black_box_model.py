@@ -231,7 +231,7 @@ def test_c18_two_managers_with_threads_of_their_own_leave_the_hosts_number_alone
     def of_a_new_thread():
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
-        thread.join()
+        thread.join(60)
 
     before, seen, clients = torch.get_num_threads(), [], [new_client(), new_client()]
     for number, client in enumerate(clients, 1):

@@ -10,6 +10,7 @@ import pickle
 import re
 import threading
 import time
+import weakref
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from batch_manager import ConfigError, GptManager, ManagerClosedError, Parts, SchedulerPolicy, TrtGptModelType
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.waiting import until
 
 
 def slow(seconds):
@@ -70,8 +72,7 @@ def test_c14_a_draining_shutdown_finishes_what_was_accepted(make_manager, new_cl
     client = new_client()
     client.pending = [new_request(i, [i], 40) for i in range(4)]
     manager = make_manager(client, backend={"on_step": slow(0.002)})
-    while not client.asked:
-        time.sleep(0.001)
+    until(lambda: client.asked)
     assert manager.shutdown() is True
     assert all(client.final(i).finish_reason == 3 for i in range(4))
 
@@ -80,8 +81,7 @@ def test_c14_a_shutdown_without_draining_answers_the_rest_with_shutdown(make_man
     client = new_client()
     client.pending = [new_request(i, [i], 500) for i in range(4)]
     manager = make_manager(client, backend={"on_step": slow(0.005)}, max_batch_size=2, max_num_sequences=2)
-    while manager.num_active_requests < 2:
-        time.sleep(0.001)
+    until(lambda: manager.num_active_requests >= 2)
     assert manager.shutdown(drain=False) is True
     answered = [i for i in range(4) if client.finals(i)]
     assert len(answered) >= 2 and all(client.final(i).code == "SHUTDOWN" for i in answered)
@@ -94,8 +94,7 @@ def test_c14_who_waits_long_looks_again_and_again(make_manager, new_client, new_
     client = new_client()
     client.pending = [new_request(1, [1], 5)]
     manager = make_manager(client, backend={"on_step": slow(0.02)})
-    while not client.asked:
-        time.sleep(0.001)
+    until(lambda: client.asked)
     assert manager.wait_until_terminate(timeout=0.005) is False
     assert manager.shutdown(timeout=20) is True
     assert client.final(1).code == "" and manager.health()["state"] == "STOPPED"
@@ -121,8 +120,7 @@ def test_c14_a_timeout_while_draining_answers_the_rest_with_shutdown(make_manage
     client = new_client()
     client.pending = [new_request(1, [1], 900)]
     manager = make_manager(client, backend={"on_step": slow(0.01)})
-    while not manager.num_active_requests:
-        time.sleep(0.001)
+    until(lambda: manager.num_active_requests)
     assert manager.shutdown(timeout=0.05) is True
     assert client.final(1).code == "SHUTDOWN"
 
@@ -134,7 +132,7 @@ def test_c14_shutdown_is_idempotent_and_may_come_from_any_thread(make_manager, n
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert results == [True] * 5 and manager.shutdown() is True
 
 
@@ -190,15 +188,13 @@ def test_c17_a_with_block_drains_on_a_normal_exit_and_aborts_on_an_exception(mak
     client = new_client()
     client.pending = [new_request(1, [1], 20)]
     with make_manager(client, backend={"on_step": slow(0.002)}) as manager:
-        while not manager.num_active_requests:
-            time.sleep(0.0005)
+        until(lambda: manager.num_active_requests or client.finals(1))
     assert client.final(1).error == ""
 
     client = new_client()
     client.pending = [new_request(1, [1], 900)]
     with pytest.raises(KeyError), make_manager(client, backend={"on_step": slow(0.005)}) as manager:
-        while not manager.num_active_requests:
-            time.sleep(0.0005)
+        until(lambda: manager.num_active_requests)
         raise KeyError
     assert client.final(1).code == "SHUTDOWN"
 
@@ -216,8 +212,8 @@ def test_c17_dropping_the_last_reference_aborts_with_finals(new_client, new_requ
     client.pending = [new_request(1, [1], 900)]
     manager = GptManager(None, TrtGptModelType.InflightBatching, 1, SchedulerPolicy.MAX_UTILIZATION, client.get,
                          client.send, parts=Parts(backend=ScriptedBackend(on_step=slow(0.005))))
-    while not manager.num_active_requests:
-        time.sleep(0.001)
+    seen = weakref.proxy(manager)
+    until(lambda: seen.num_active_requests)
     del manager
     gc.collect()
     client.wait_for_finals(1)
@@ -270,11 +266,14 @@ def test_c19_a_worker_that_hangs_is_reported_once_with_all_stacks_and_not_killed
     assert not manager.health()["is_hanging"]
 
 
+def long_idle(health):
+    return health if health["activity"] == "idle" and health["seconds_in_activity"] > 0.3 else None
+
+
 def test_c19_an_idle_worker_that_sleeps_as_long_as_it_was_told_to_does_not_hang(make_manager, new_client, caplog):
     with caplog.at_level(logging.ERROR, "batch_manager"):
         manager = make_manager(new_client(), hang_warning_s=0.05, idle_poll_interval_s=30.0)
-        while not ((health := manager.health())["activity"] == "idle" and health["seconds_in_activity"] > 0.3):
-            time.sleep(0.01)
+        health = until(lambda: long_idle(manager.health()))
     assert not health["is_hanging"] and "activity is idle" not in caplog.text
 
 
@@ -361,7 +360,7 @@ def test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core(make_manager, new_
         control.start()
         time.sleep(2.0)
         stop.set()
-        control.join()
+        control.join(60)
         assert min(shares) <= 4 * bare[0], f"{min(shares):.1%} of a core; bare wake-ups {bare[0]:.1%}"
 
 
@@ -405,8 +404,7 @@ def test_health_can_be_asked_from_any_thread_and_says_what_runs(make_manager, ne
     client = new_client()
     client.pending = [new_request(1, [1], 900)]
     manager = make_manager(client, backend={"on_step": slow(0.01)})
-    while not manager.num_active_requests:
-        time.sleep(0.001)
+    until(lambda: manager.num_active_requests)
     health = manager.health()
     assert health["state"] == "RUNNING" and health["active_requests"] == 1
     manager.shutdown(drain=False)

@@ -72,7 +72,7 @@ def test_c17_the_end_of_the_interpreter_interrupts_what_loads(monkeypatch):
         load_in_own_thread(endless, undo=lambda loaded: None)
     with pytest.raises(ManagerClosedError):                      # the exit has begun already
         load_in_own_thread(endless, undo=lambda loaded: None)
-    ending.join()
+    ending.join(60)
     assert not interpreter_exit._controls
 
 

@@ -31,7 +31,7 @@ def test_c14_a_worker_whose_constructor_failed_leaves_the_loop_alone_until_it_is
     control.wake = Wake(control)
     constructor = threading.Thread(target=control.claim_the_loop)
     constructor.start()
-    constructor.join()
+    constructor.join(60)
     run_worker(Untouchable(), control, idle_poll_interval_s=0.0)
     assert control.wake.waits == 3 and control.interruption is None
 

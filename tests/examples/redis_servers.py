@@ -30,7 +30,8 @@ def what_is_missing() -> str:
     path = shutil.which("redis-server")
     if path is None:
         return f"{NEEDED} is not installed; apt-get install redis-server"
-    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.partition("v=")[2].split()[0]
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=300).stdout
+    version = told.partition("v=")[2].split()[0]
     return "" if int(version.partition(".")[0]) >= 7 else f"redis-server is {version}; {NEEDED} is needed"
 
 
@@ -57,7 +58,7 @@ class Server:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
 
 
 class WorkerProcess:

@@ -31,6 +31,7 @@ from batch_manager.extras.openai.server import FewAlike  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
 from batch_manager.tools import serve  # noqa: E402
 from tests.harness.ports import free_port  # noqa: E402
+from tests.harness.waiting import until  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKENIZER = load_tokenizer(REPOSITORY / "examples" / "models" / "austen-4m")
@@ -84,7 +85,7 @@ class Server:
     def end(self):
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
 
 
 def test_the_table_of_routes_is_that_of_the_application():
@@ -354,7 +355,7 @@ def test_prompts_are_told_to_subscribers_and_kept_on_disk(server):
     httpx.post(f"{server.url}/v1/completions", json={"prompt": words, "max_tokens": 1}, timeout=60)
     num_blocks = len(TOKENIZER.encode(words).ids) // 64
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
-        replay.linger = 0
+        replay.linger, replay.rcvtimeo = 0, 60_000
         replay.connect(server.replay)
         stored, deadline = [], time.monotonic() + 60
         while not any(len(event["block_hashes"]) >= num_blocks for event in stored):
@@ -437,8 +438,7 @@ def test_sigterm_refuses_requests_and_a_second_signal_ends_running_ones_at_once(
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             draining.process.send_signal(signal.SIGTERM)
-            while (told := httpx.get(f"{draining.url}/health")).status_code == 200:
-                time.sleep(0.01)
+            told = until(lambda: not (health := httpx.get(f"{draining.url}/health")).is_success and health)
             assert told.json()["status"] == "DRAINING" and "retry-after" in told.headers
             refused = httpx.post(f"{draining.url}/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503 and "retry-after" in refused.headers

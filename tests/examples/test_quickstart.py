@@ -99,7 +99,7 @@ def test_an_interrupt_answers_everybody_and_ends_with_130():
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
     assert process.returncode == 130, err
     assert err == ""
     assert "[SHUTDOWN]" in out and "interrupted" in out.splitlines()[-1]

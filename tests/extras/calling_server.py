@@ -7,7 +7,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +17,7 @@ from batch_manager.aio import AsyncEngine
 from batch_manager.extras.openai import OpenAIService
 from batch_manager.extras.openai.application import HANDLERS, ROUTES
 from tests.extras.calling_model import Caller, backend_of, folder_of
+from tests.harness.waiting import until
 
 
 def example(schema, root=None):
@@ -79,9 +79,8 @@ def serving(folder, script=says):
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive())
+    assert server.started, "the server did not start"
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -32,6 +32,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from batch_manager.extras.llm import LLM, RequestFailed  # noqa: E402
 from batch_manager.extras.sampling import Sampling  # noqa: E402
+from tests.harness.waiting import until  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -168,8 +169,7 @@ def test_threads_that_wait_for_one_text_end_with_it_and_when_another_one_cancels
                 threads.append(threading.Thread(target=read.extend, args=(pieces,), daemon=True))
                 threads[-1].start()
             if cancels:
-                while not read:
-                    time.sleep(0.005)
+                until(lambda read=read: read)
                 pieces.cancel()
             for thread in threads:
                 thread.join(30)
@@ -213,8 +213,7 @@ def test_ctrl_c_stops_what_runs_and_leaves_it_usable():
         for call in (lambda: llm.generate([[n] for n in range(50)], max_tokens=50_000),
                      lambda: list(llm.stream([3], max_tokens=50_000))):
             def interrupt():
-                while llm.health()["active_requests"] == 0:  # the main thread is inside the call
-                    time.sleep(0.005)
+                until(lambda: llm.health()["active_requests"] != 0)
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
             interrupter = threading.Thread(target=interrupt)
@@ -223,7 +222,7 @@ def test_ctrl_c_stops_what_runs_and_leaves_it_usable():
                 interrupter.start()
                 call()
             assert time.monotonic() - began < 50             # the texts take 100 s
-            interrupter.join()
+            interrupter.join(60)
             until_idle(llm)
             assert [len(each.tokens) for each in llm.generate([[1], [2]], max_tokens=3, ignore_eos=True)] == [3, 3]
 
@@ -306,8 +305,7 @@ def test_prompts_that_wait_have_priorities_and_deadlines_and_no_limit_unless_one
         waiting = []
         for name, priority in (("a", 0.1), ("b", 0.1), ("c", 0.9), ("d", 1.0)):
             waiting.append(pool.submit(ask, llm, name, priority=priority))
-            while llm._manager.num_active_requests < 1 + len(waiting):
-                time.sleep(0.002)
+            until(lambda: llm._manager.num_active_requests >= 1 + len(waiting))
         long.cancel()
         assert not any(future.result(30).error for future in waiting) and order == ["late", "d", "c", "a", "b"]
         late = llm.generate([[n] for n in range(40)], max_tokens=20, deadline_s=0.3, ignore_eos=True)

@@ -121,7 +121,8 @@ def server(role, **config):
     try:
         deadline = time.monotonic() + 120
         while True:
-            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline, "the server does not answer"
             try:
                 httpx.get(f"{address}/health").raise_for_status()
                 break
@@ -132,8 +133,8 @@ def server(role, **config):
         yield process, address
     finally:
         process.kill()
-        process.wait()
-        drain.join()
+        process.wait(60)
+        drain.join(60)
 
 
 def post(address, body):
@@ -182,4 +183,4 @@ def test_a_stream_goes_on_at_one_of_two_processes_when_the_other_is_killed():
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= transfer["remote_num_tokens"] > 64
         for strike in (None, lambda: decode.send_signal(signal.SIGKILL)):
             assert text_through_a_proxy((first, second), bodies[1], strike) == alone[1][0]["text"]
-        assert decode.wait() == -signal.SIGKILL
+        assert decode.wait(60) == -signal.SIGKILL

@@ -145,7 +145,7 @@ def run_block(block: int, only: int | None = None) -> Outcome:
         world.loop.step(accept_new=True)
         thread = threading.Thread(target=lambda: [drawn.rewrite() for drawn, _ in built if drawn.is_rewritten])
         thread.start()
-        thread.join()
+        thread.join(60)
         world.run(MOST_ITERATIONS)
     except BaseException as error:
         outcome.wrong.append((None, f"the loop raised {type(error).__name__}: {error}"))

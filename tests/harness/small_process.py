@@ -9,4 +9,4 @@ from typing import Any
 def in_a_small_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a new process that has imported only the function's module. Return the result."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-        return processes.submit(function, *arguments).result()
+        return processes.submit(function, *arguments).result(300)

@@ -64,7 +64,7 @@ def test_two_engines_share_a_directory_and_other_models_and_dtypes_find_nothing(
     tokens, *_ = run(reference.folder)
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(run, reference.folder, cache, cpu_compile=False) for _ in range(2)]:
-            assert each.result()[0] == tokens
+            assert each.result(60)[0] == tokens
     read = run(reference.folder, cache, kv={"disk_cache_read_only": True}, cpu_compile=False)
     assert read[0] == tokens and read[2]["Store Loaded Blocks"] > 0
     for kv, options in (({}, {"dtype": "bfloat16", "cpu_compile": False}), ({"tokens_per_block": 32}, {}),

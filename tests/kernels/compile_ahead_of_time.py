@@ -457,7 +457,7 @@ def nvidia_figures(kernel, with_instructions):
 
         def dump(option):
             command = [NVIDIA_BINARIES / "cuobjdump", option, file.name]
-            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
         usage = dump("-res-usage")
         figures = {

@@ -44,7 +44,8 @@ def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"          # the default changes between versions of triton
     all_cases = ["--all"] if os.environ.get("BATCH_MANAGER_ALL_CASES") == "1" else []
-    done = subprocess.run([sys.executable, PROGRAM, *all_cases, *GPUS], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, PROGRAM, *all_cases, *GPUS], env=environment, capture_output=True, text=True,
+                          timeout=380)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
     print_table([record for record in records if record["gpu"] in GPUS])

@@ -333,7 +333,7 @@ class OtherRanks:
         for process in running:
             process.join(SECONDS_TO_END)
             process.kill()
-            process.join()
+            process.join(60)
             process.close()
 
 

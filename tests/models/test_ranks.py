@@ -63,9 +63,9 @@ class Rank:
 
     def exchanged(self, x):
         self.threads.given[self.rank] = x
-        self.threads.barrier.wait()
+        self.threads.barrier.wait(60)
         given = list(self.threads.given)
-        self.threads.barrier.wait()
+        self.threads.barrier.wait(60)
         return given
 
     def sum(self, x):

@@ -60,7 +60,7 @@ class Processes:
             if errors or process.exitcode is None:
                 process.join(5 if not errors else 0)
                 process.kill()
-            process.join()
+            process.join(60)
             process.close()
         assert not errors, "\n".join(errors)
         return results
@@ -77,7 +77,7 @@ def fork_server_context():
     context.set_forkserver_preload(PRELOADED)
     first = context.Process(target=int)
     first.start()
-    first.join()
+    first.join(60)
     first.close()
     return context
 

@@ -51,7 +51,7 @@ class Process:
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join()
+            self.process.join(60)
             raise AssertionError("a rank does not end")
         self.process.close()
 
@@ -95,7 +95,7 @@ def server_of_forks():
     """Start the server that forks the ranks before the check for open files of the first test."""
     process = PROCESSES.Process(target=int)
     process.start()
-    process.join()
+    process.join(60)
     process.close()
 
 

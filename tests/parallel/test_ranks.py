@@ -420,7 +420,7 @@ class Starting:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
         return results
 
 

@@ -183,7 +183,7 @@ def test_lists_and_arrays_that_change_while_they_are_read_give_only_valid_tokens
                 assert admitted.request.tokens == [[1] * 20]
     finally:
         stop.set()
-        thread.join()
+        thread.join(60)
 
 
 SCALARS = st.one_of(

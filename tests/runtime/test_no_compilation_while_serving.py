@@ -35,7 +35,7 @@ def findings(tmp_path_factory):
         (tmp_path / name / "config.json").write_text(json.dumps(SHARED | config))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, PROGRAM, *(tmp_path / name for name in CONFIGS)], env=environment,
-                          capture_output=True, text=True)
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -242,7 +242,7 @@ def test_slots_and_tables_grow_when_larger_ones_arrive():
 def test_it_is_imported_and_runs_without_torch():
     code = ("import sys; from batch_manager.testing.scripted_backend import ScriptedBackend; "
             "ScriptedBackend(); assert 'torch' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def fast_backend(rows):

@@ -15,7 +15,7 @@ def on_a_new_thread(action):
     found = []
     thread = threading.Thread(target=lambda: found.append(action()))
     thread.start()
-    thread.join()
+    thread.join(60)
     return found[0]
 
 
@@ -72,7 +72,7 @@ def test_c18_engines_on_two_threads_do_not_take_each_others_number_for_the_hosts
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert numbers == [before + 2, before, before + 1, before]
 
 
@@ -100,7 +100,7 @@ def test_c18_no_thread_of_the_hosts_ever_sees_another_number(before):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
     finally:
         sys.setswitchinterval(interval)
     assert seen == {before}

@@ -58,7 +58,8 @@ def test_neither_the_hash_seed_nor_torch_plays_a_part():
     code = ("import sys\nfrom tests.simulation.replay import simulate\n"
             "print(*[simulate(seed).digest for seed in range(12)])\nassert 'torch' not in sys.modules")
     said = {subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True,
-                           env={**os.environ, "PYTHONHASHSEED": hash_seed}).stdout for hash_seed in ("1", "2")}
+                           env={**os.environ, "PYTHONHASHSEED": hash_seed}, timeout=300).stdout
+            for hash_seed in ("1", "2")}
     assert len(said) == 1
     assert len(set(said.pop().split())) == 12
     swarms = [draw(seed, available()) for seed in range(12)]

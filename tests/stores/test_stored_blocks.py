@@ -286,7 +286,7 @@ def test_a_real_manager_saves_what_it_has_when_it_is_shut_down(make_manager, new
 def test_a_store_that_hangs_does_not_keep_the_engine_from_its_end(make_manager, new_request, monkeypatch):
     monkeypatch.setattr("batch_manager.stores.stored_blocks.SECONDS_WITHOUT_A_SAVE", 0.2)
     client, returns, store = Client(), threading.Event(), Memory()
-    store.save = lambda block, content: returns.wait()
+    store.save = lambda block, content: returns.wait(60)
     manager = make_manager(client, backend={"tokens_per_block": SIZE, "host_blocks": 24}, parts={"block_store": store},
                            kv_cache_config=KvCacheConfig(enable_block_reuse=True, host_cache_size=1))
     try:

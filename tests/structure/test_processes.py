@@ -1,9 +1,18 @@
-"""A test that hangs costs that test only: a run names it, shows where it stands, goes on without it, and ends."""
+"""A test that hangs costs that test only: a run names it, shows where it stands, goes on without it, and ends.
 
+Waits of tests for threads and processes have limits of their own, so that a test fails before.
+"""
+
+import ast
 import os
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
+
+import pytest
+
+from .bounds import unbounded_waits
 
 HANGING = """
 import subprocess, sys, time
@@ -65,3 +74,32 @@ def test_each_run_has_this_limit():
         options = tomllib.load(file)["tool"]["pytest"]["ini_options"]
     # Hypothesis shrinks a failing example for up to 300 seconds.
     assert options["faulthandler_timeout"] > 330 and options["faulthandler_exit_on_timeout"] is True
+
+
+# Files of waits that another limit ends -> why.
+LIMITED = {
+    "tests/examples/test_triton_repository.py": "`result` of its own class, which waits with a limit",
+    "tests/parallel/test_exchange.py": "work of torch.distributed, whose groups have a limit",
+    "tests/runtime/device": "a Readback on a CPU waits for nobody",
+    "tests/sweep/processes.py": "processes that their parent ends",
+}
+# Programs, and the interleavings, whose scheduler has limits of its own.
+NO_TESTS = ("campaigns", "first_quarter", "interleaving", "benchmarks")
+FILES = [path for path in sorted(Path("tests").rglob("*.py"))
+         if not set(path.parts) & set(NO_TESTS) or path.parent.name == "tests"]
+
+
+def test_waits_for_threads_and_processes_have_limits():
+    found = {f"{path}:{line}: {wait}" for path in FILES for line, wait in unbounded_waits(ast.parse(path.read_text()))}
+    wrong = [wait for wait in sorted(found) if not wait.startswith(tuple(LIMITED))]
+    assert not wrong, "\n".join([*wrong, "give each a limit in seconds, or use `until` of tests/harness/waiting.py"])
+    assert all(any(wait.startswith(place) for wait in found) for place in LIMITED)
+
+
+@pytest.mark.parametrize("line, count", [
+    ("thread.join()", 1), ("thread.join(5)", 0), ("future.result(timeout=5)", 0), ("process.communicate()", 1),
+    ("subprocess.run(['a'])", 1), ("subprocess.run(['a'], timeout=5)", 0), ("subprocess.run(['a'], **options)", 0),
+    ("', '.join(words)", 0), ("while not ready: time.sleep(1)", 1), ("while monotonic() < end: sleep(1)", 0),
+    ("async def f(): await event.wait()", 0), ("while not ready: step()", 0)])
+def test_what_has_no_limit_is_found(line, count):
+    assert len(list(unbounded_waits(ast.parse(line)))) == count

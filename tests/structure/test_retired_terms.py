@@ -41,7 +41,8 @@ NOT_READ = ("docs/glossary.md",)
 
 
 def paths():
-    tracked = subprocess.run(["git", "ls-files", "-z", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True)
+    tracked = subprocess.run(["git", "ls-files", "-z", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True,
+                             timeout=300)
     found = [path for path in tracked.stdout.split("\0") if path.endswith(SUFFIXES)]
     if not found:       # no checkout, but a source distribution
         found = [path.relative_to(REPOSITORY).as_posix() for folder in FOLDERS

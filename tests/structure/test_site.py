@@ -37,7 +37,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)], cwd=REPOSITORY,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr
     return {path.relative_to(folder).as_posix(): Page(path.read_text(encoding="utf-8"))
             for path in folder.rglob("*.html")}, folder

@@ -11,7 +11,6 @@ import sys
 import tarfile
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -34,6 +33,7 @@ from tests.first_quarter.steps import (
     Step,
     gpu_test_files,
 )
+from tests.harness.waiting import has_ended, until
 
 # The required packages that the image of the GPU machine contains.
 IN_THE_IMAGE = {"torch", "triton", "numpy", "safetensors"}
@@ -91,7 +91,8 @@ def came_back(out, call=1):
 @pytest.mark.parametrize("killing", STEPS, ids=lambda one: one.name)
 def test_a_call_that_is_killed_in_a_step_leaves_every_earlier_result(killing, tmp_path):
     names = [one.name for one in STEPS if one.call == killing.call]
-    subprocess.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT)
+    subprocess.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT,
+                   timeout=300)
     entries, files = came_back(tmp_path / "out", killing.call)
     earlier = names[: names.index(killing.name)]
     assert sorted(files) == sorted(f"results/{name}{end}" for name in earlier for end in ("/found", ".log"))
@@ -130,8 +131,7 @@ def test_a_step_ends_at_its_limit_with_its_children_after_it_was_interrupted(tmp
     status = runner._status
 
     def after_its_start(process, seconds):
-        while not (tmp_path / "work" / "a-step.log").read_text().endswith("\n"):
-            time.sleep(0.01)
+        until(lambda: (tmp_path / "work" / "a-step.log").read_text().endswith("\n"))
         return status(process, 0)
 
     monkeypatch.setattr(runner, "_status", after_its_start)
@@ -140,8 +140,7 @@ def test_a_step_ends_at_its_limit_with_its_children_after_it_was_interrupted(tmp
     assert not succeeded and "FAILED: ended at its limit" in entries
     child, *after = files["results/a-step.log"].split()
     assert after == ["interrupted"]
-    while Path(f"/proc/{child}").exists() and ") Z " not in Path(f"/proc/{child}/stat").read_text():
-        time.sleep(0.01)
+    until(lambda: has_ended(child))
 
 
 def test_time_that_steps_leave_is_for_later_ones_and_the_call_ends_in_time(tmp_path, monkeypatch):
@@ -161,14 +160,11 @@ def test_a_call_that_is_ended_keeps_the_log_of_its_step_and_ends_it(number, stat
     out, pid = tmp_path / "out", tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, f"echo begun; echo $$ > {pid}; exec sleep 600", "--call",
                                 "1", "--out", str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not pid.exists() or not pid.read_text().endswith("\n"):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
+    until(lambda: process.poll() is not None or pid.exists() and pid.read_text().endswith("\n"))
+    assert process.poll() is None, process.stderr.read()
     process.send_signal(number)
-    assert "Traceback" not in process.communicate()[1] and process.returncode == status
-    is_running = Path(f"/proc/{pid.read_text().strip()}/stat")
-    while is_running.exists() and ") Z " not in is_running.read_text():
-        time.sleep(0.01)
+    assert "Traceback" not in process.communicate(timeout=60)[1] and process.returncode == status
+    until(lambda: has_ended(pid.read_text().strip()))
     entries, files = came_back(out)
     if status > 0:
         assert files == {"results/a-step.log": "begun\n"} and "interrupted at" in entries
@@ -262,7 +258,7 @@ def test_what_cannot_be_unpacked_is_in_the_list_and_in_the_facts(tmp_path, monke
 
 def test_the_program_needs_no_package_that_the_gpu_machine_lacks():
     code = "import sys; sys.modules.update(orjson=None, torch=None, pytest=None); import tests.first_quarter.__main__"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 def test_rates_of_an_earlier_step_are_handed_on_when_all_are_there(tmp_path):

@@ -43,7 +43,8 @@ def test_what_was_prepared_is_unpacked_for_the_steps(tmp_path):
     group = {"child_paths": {"kernel.cubin": "/where/it/was/made/A/kernel.cubin"}}
     packed(prepared / program.KERNELS, {"./A/kernel.cubin": "", "./A/__grp__kernel.json": json.dumps(group)})
     variables, told = program.environment(tmp_path / "scratch", prepared, is_dry=False)
-    done = subprocess.run([sys.executable, "-c", "import carried"], env=variables, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", "import carried"], env=variables, capture_output=True, text=True,
+                          timeout=300)
     assert done.stdout == "carried\n" and not told
     kernel = Path(variables["TRITON_CACHE_DIR"]) / "A" / "kernel.cubin"
     assert kernel.exists()                       # triton looks for each file where its group says
@@ -76,12 +77,13 @@ def test_a_machine_without_the_python_of_the_gpu_machine_is_told_so(tmp_path, mo
 
 
 def test_wheels_in_the_checkout_are_no_files_of_the_repository(tmp_path):
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=300)
     (tmp_path / ".first").mkdir()
     (tmp_path / ".first" / "a.whl").touch()
     for _ in range(2):
         preparing.keep_from_git(Path(".first"), tmp_path)
-    shown = subprocess.run(["git", "status", "--short"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    shown = subprocess.run(["git", "status", "--short"], cwd=tmp_path, capture_output=True, text=True, check=True,
+                           timeout=300)
     assert shown.stdout == ""
     assert (tmp_path / ".git" / "info" / "exclude").read_text().count("/.first/\n") == 1
 
@@ -92,7 +94,7 @@ def test_stand_ins_let_a_library_be_loaded_without_what_it_was_linked_with(tmp_p
     def build(name, code, *options):
         subprocess.run(["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", name, "-x", "c", "-", "-x", "none",
                         *options],
-                       cwd=folder, input=code, text=True, check=True)
+                       cwd=folder, input=code, text=True, check=True, timeout=300)
 
     folder = tmp_path / "torch" / "lib"
     folder.mkdir(parents=True)
@@ -106,14 +108,15 @@ def test_stand_ins_let_a_library_be_loaded_without_what_it_was_linked_with(tmp_p
         (folder / name).unlink()
     assert make_stand_ins(tmp_path) == missing
     code = f"import ctypes; print(ctypes.CDLL('{folder}/libuser.so').user())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "200\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300).stdout == "200\n"
     assert make_stand_ins(tmp_path) == []
 
 
 def test_kernels_of_an_engine_and_of_the_checks_are_compiled_instead_of_launched():
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          timeout=300)
     assert done.returncode == 0, done.stderr
     engine, checks = done.stdout.splitlines()
     for name in ("_decode_kernel", "_context_kernel", "_fused_linear_kernel", "_sample_digit_kernel"):

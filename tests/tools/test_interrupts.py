@@ -60,7 +60,7 @@ def test_another_thread_changes_no_handler():
 
     thread = threading.Thread(target=inside)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert found == [signal.default_int_handler]
 
 
@@ -83,4 +83,4 @@ def test_ctrl_c_ends_a_program_whose_time_is_spent_in_callbacks_and_the_backend(
         try:
             run()
         finally:
-            timer.join()    # a late interrupt ends here, and not in pytest
+            timer.join(60)    # a late interrupt ends here, and not in pytest

@@ -296,7 +296,7 @@ def test_a_file_that_is_no_trace_leaves_the_standard_output_empty(command, tmp_p
 def test_a_full_disk_is_one_line_and_status_2(command, way_out, file_of, tmp_path):
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-m", "batch_manager.tools.trace", *command], stdout=full, cwd=tmp_path,
-                             stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT})
+                             stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT}, timeout=300)
     assert run.returncode == 2 and run.stderr.count("\n") == 1
     assert f" cannot be written: No space left on device; {way_out}" in run.stderr
 

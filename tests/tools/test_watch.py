@@ -314,7 +314,7 @@ def server():
         thread.start()
         yield server
         server.shutdown()
-        thread.join()
+        thread.join(60)
 
 
 def watched(*arguments, **options):

@@ -197,7 +197,7 @@ def test_a_trace_is_read_line_by_line(tmp_path):
         with_rest.set()
     with pytest.raises(DatasetError, match=":5002: the time is 1.000000 s before"):
         list(arrivals)
-    feeder.join()
+    feeder.join(60)
 
 
 @pytest.mark.parametrize("name", ["mooncake", "dataset", "azure"])

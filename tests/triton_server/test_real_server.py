@@ -61,7 +61,7 @@ class Server:
             self.process.wait(20)
         finally:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(60)
             self.log.close()
 
     def text(self):

@@ -17,6 +17,7 @@ import pytest
 from tests.benchmarks.gpu_report.goals import ALL, GOALS
 from tests.benchmarks.gpu_report.records import DRY, FAILED, NOT_REACHED, Record, check, read
 from tests.benchmarks.gpu_report.sections import EAGER, SECTIONS, WITH_BUDGET, Section, chosen, functions
+from tests.harness.waiting import has_ended, until
 
 RUN = [section.name for section in SECTIONS if section.name != "transformers" and not section.name.endswith(EAGER)]
 
@@ -63,7 +64,7 @@ def dry_run(tmp_path_factory):
         [sys.executable, "-m", "tests.quick_interpreter", "tests.benchmarks.gpu_report", "--out",
          str(folder / "out"), "--dry-run", "--peers", str(peers), "--section", *RUN],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        cwd=Path(__file__).parents[3])
+        cwd=Path(__file__).parents[3], timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read(folder / "out" / "gpu_report.jsonl"), folder / "out", done.stderr
 
@@ -382,10 +383,9 @@ def test_ctrl_c_ends_a_report_and_its_section_without_a_traceback(tmp_path):
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     child = int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGINT)
-    printed = process.communicate()[1]
+    printed = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in printed and "interrupted" in printed
-    while Path(f"/proc/{child}").exists():
-        time.sleep(0.01)
+    until(lambda: has_ended(child))
 
 
 def test_sections_of_several_options_all_run():
