@@ -268,8 +268,8 @@ class PeftCacheConfig:
 class SpeculativeConfig:
     """How the engine drafts tokens, which the model verifies in one step. The tokens of a request do not change.
 
-    method                   "ngram": the tokens after the newest earlier occurrence of the request's last tokens, in
-                             its own prompt and output. "custom": Parts.drafter drafts
+    method                   "ngram": the tokens after the earlier occurrence of the request's last tokens, in its own
+                             prompt and output, that agrees with the most of them. "custom": Parts.drafter drafts
     num_speculative_tokens   most drafts of a sequence in a step
     prompt_lookup_max, prompt_lookup_min   how many of the last tokens must have occurred: the most, else fewer
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
+from math import log
 from operator import index
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from ..scheduling.interfaces import SchedulerOutput
 from .ngrams import NgramDrafter
 
 MOST_MISSES, TOKENS_OF_A_REST = 4, 16
+ROW_COST = 0.08        # what a row adds to the time of a step, of the time of a step with one row
+MEMORY = 0.9           # weight of a step's drafts in the acceptance of a request, after each later step with drafts
 
 
 def is_verified(setup: SlotSetup) -> bool:
@@ -45,17 +48,33 @@ class Drafter(Protocol):
 class _Draft:
     """The drafting of one request.
 
-    most      drafts of its next step: more after steps whose drafts were all accepted, fewer after others
+    accepted, tried   drafts that were accepted, and these with the first one of each step that was not. Older ones count
+                      less, and each request begins as if one of two had been accepted
     misses    steps in a row without an accepted draft
     rests_until   number of tokens from which on the request gets drafts again
     before, count   number of its tokens before its last step with drafts, and the number of drafts; 0: it was counted
     """
 
-    __slots__ = ("most", "misses", "rests_until", "before", "count")
+    __slots__ = ("accepted", "tried", "misses", "rests_until", "before", "count")
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
+        self.accepted = self.tried = 0.0
         self.misses = self.rests_until = self.before = self.count = 0
+
+    def most(self, num_rows: int, length: int) -> int:
+        """Return how many drafts pay in a step of `num_rows` sequences: the draft at place k does if its expected
+        acceptance, rate ** k, exceeds its share of the time of the step.
+
+        If none pays, a request still gets a draft every TOKENS_OF_A_REST tokens, as the text may have changed.
+
+        length   number of tokens of the request
+        """
+        rate, row = (1 + self.accepted) / (2 + self.tried), ROW_COST * num_rows
+        paying = int(log(row / (1 - ROW_COST + row)) / log(rate))
+        if paying:
+            return paying
+        self.rests_until = length + TOKENS_OF_A_REST
+        return 1
 
 
 class Drafting:
@@ -83,7 +102,7 @@ class Drafting:
 
     def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
         if request.speculation and is_verified(setup):
-            self._of[request] = _Draft(self._most)
+            self._of[request] = _Draft()
         return setup
 
     def release(self, request: LlmRequest) -> None:
@@ -107,17 +126,17 @@ class Drafting:
         left = self._limits.max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
         if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
-        asked, max_lengths = [], []
+        asked, max_lengths, num_rows = [], [], len(generation)
         for request in generation:
             draft = self._of.get(request)
             if draft is None:
                 continue
             length = request.num_tokens
             self._count(draft, length)
-            most = min(draft.most, left, request.final_length - length - 1)
-            if most > 0 and length >= draft.rests_until:
+            if length >= draft.rests_until and request.final_length - length > 1:
                 asked.append(request)
-                max_lengths.append(most)
+                max_lengths.append(min(draft.most(num_rows, length), self._most, left,
+                                       request.final_length - length - 1))
         proposed: list[tuple[LlmRequest, list[int]]] = []
         for request, tokens in zip(asked, self._propose(asked, max_lengths)):
             if tokens := tokens[:left]:
@@ -180,7 +199,8 @@ class Drafting:
         accepted = min(max(num_tokens - draft.before - 1, 0), draft.count)
         for place in range(accepted):
             self._accepted_at[place] += 1
-        draft.most = min(2 * draft.most, self._most) if accepted == draft.count else accepted + 1
+        draft.accepted = MEMORY * draft.accepted + accepted
+        draft.tried = MEMORY * draft.tried + accepted + (accepted < draft.count)
         draft.misses = 0 if accepted else draft.misses + 1
         if draft.misses == MOST_MISSES:
             draft.misses, draft.rests_until = 0, num_tokens + TOKENS_OF_A_REST

@@ -1,20 +1,23 @@
-"""Drafts from a request's own text: what followed the newest earlier occurrence of its last tokens."""
+"""Drafts from a request's own text: what followed an earlier occurrence of its last tokens."""
 
 from collections.abc import Sequence
 
 from ..requests.llm_request import LlmRequest
 
 MOST_INDEXED = 4096    # tokens of long prompts that one call reads, so that no step waits for the index of a prompt
+MOST_COMPARED = 64     # earlier occurrences of the last tokens that a proposal compares
 
 
 class Ngrams:
-    """What followed each n-gram of a request's tokens, for n in shortest..longest. Grows with the request.
+    """Where each n-gram of a request's tokens ended, for n = shortest. Grows with the request.
 
-    Holds about 0.5 KB for each token.
+    Holds about 0.2 KB for each token.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(longest, shortest - 1, -1)}
+        self._shortest, self._longest = shortest, longest
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._before: list[int] = []             # of each end, from `shortest` on: that of the same n-gram before; or 0
         self._known = 0
 
     def read(self, tokens: Sequence[int], most: int) -> int:
@@ -22,27 +25,40 @@ class Ngrams:
 
         tokens   prompt and output; those of the call before, and more
         """
-        first, end = self._known, min(len(tokens), self._known + most)
-        for n, ends in self._ends.items():
-            start = max(first, n)                # the ends of n-grams, without that of the last one, which is looked up
-            if start < end:
-                rows = [tokens[start - n + place : end - n + place] for place in range(n)]
-                ends.update(zip(zip(*rows), range(start, end)))
-        self._known = end
+        first, n, newest, before = self._known, self._shortest, self._newest, self._before
+        end = self._known = min(len(tokens), first + most)
+        start = max(first, n)                    # the ends of n-grams, without that of the last one, which is looked up
+        if start < end:
+            rows = [tokens[start - n + place : end - n + place] for place in range(n)]
+            for place, ngram in enumerate(zip(*rows), start):
+                before.append(newest.get(ngram, 0))
+                newest[ngram] = place
         return end - first
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return `most` tokens or none: those after the newest earlier occurrence of the last n, longest n first.
+        """Return `most` tokens or none: those after the earlier occurrence of the last tokens that agrees with the most
+        of them, up to `longest`; of several, after the newest.
 
-        If fewer follow it, the text repeats itself, and the drafts go on with that.
+        Compares the newest MOST_COMPARED occurrences. If fewer tokens follow, the text repeats itself, and the drafts
+        go on with that.
 
         tokens   as `read` got them
         """
-        for n, ends in self._ends.items():
-            if n < len(tokens) and (end := ends.get(tuple(tokens[-n:]), 0)):
-                period = len(tokens) - end
-                return [tokens[end + place % period] for place in range(most)]
-        return ()
+        n = self._shortest
+        end, agreed, best = self._newest.get(tuple(tokens[-n:]), 0), 0, 0
+        for _ in range(MOST_COMPARED):
+            if not end or agreed == self._longest:
+                break
+            length = n
+            while length < self._longest and length < end and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length > agreed:
+                best, agreed = end, length
+            end = self._before[end - n]
+        if not best:
+            return ()
+        period = len(tokens) - best
+        return tokens[best : best + most] if period >= most else [tokens[best + place % period] for place in range(most)]
 
 
 class NgramDrafter:

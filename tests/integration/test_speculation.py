@@ -18,7 +18,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.handover import SlotSetup
-from batch_manager.loop.drafting import is_verified
+from batch_manager.loop.drafting import _Draft, is_verified
 from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.tools.bench.__main__ import main as bench_main
@@ -171,6 +171,16 @@ def test_ngrams_propose_what_followed_the_newest_longest_match():
             expected = next(((tokens[end:] * 5)[:5] for n in (4, 3, 2) for end in range(len(tokens) - 1, n - 1, -1)
                              if n < len(tokens) and tokens[end - n:end] == tokens[-n:]), ())
             assert list(ngrams.propose(tokens, 5)) == list(expected)
+
+
+def test_drafts_are_proposed_where_they_pay():
+    """More drafts for a request whose drafts are accepted, fewer in a large step; then one every 16 tokens."""
+    draft = _Draft()
+    draft.accepted, draft.tried = 6.0, 6.0
+    assert draft.most(1, 100) > draft.most(8, 100) > draft.most(32, 100) == 1 and draft.rests_until == 0
+    draft.accepted = 1.0
+    assert draft.most(1, 100) >= 1 and draft.rests_until == 0
+    assert draft.most(32, 100) == 1 and draft.rests_until == 116
 
 
 @pytest.mark.parametrize(("options", "says"), [
