@@ -140,6 +140,8 @@ class ContextWork:
     setup           options of the sequence, sent with its first chunk and its first chunk after a pause; else None
     embeddings      [v, hidden size] float32, of the v prompt-tuning tokens of the chunk, in order; None if v is 0
     num_drafts      number of draft tokens after a last chunk. The step yields 1 to 1 + num_drafts tokens
+    draft_logits    [num_drafts, vocab] float32: logits from which the client drew its drafts, which are then tested by
+                    ratios. None: drafts are accepted that equal the sequence's tokens
     """
 
     slot: int
@@ -149,6 +151,7 @@ class ContextWork:
     setup: SlotSetup | None = None
     embeddings: np.ndarray | None = None
     num_drafts: int = 0
+    draft_logits: np.ndarray | None = None
 
     @property
     def end(self) -> int:

@@ -74,14 +74,15 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             has = "no Parts.drafter" if parts.drafter is None else "Parts.drafter"
             raise ConfigError(f"SpeculativeConfig.method is {drafting.method!r} with {has}",
                               "'custom' is the method of Parts.drafter", "set both or neither")
-        if parts.stages:
-            raise ConfigError("speculative_config is set with Parts.stages",
-                              "steps with drafts do not run custom stages yet", "leave one of them out")
         if not arguments.max_draft_tokens:
             arguments = replace(arguments, max_draft_tokens=drafting.num_speculative_tokens)
     elif parts.drafter is not None:
         raise ConfigError("Parts.drafter is set without speculative_config", "expected SpeculativeConfig('custom')",
                           "pass it, or leave Parts.drafter out")
+    if arguments.max_draft_tokens and parts.stages:
+        named = "max_draft_tokens" if drafting is None else "speculative_config"
+        raise ConfigError(f"{named} is set with Parts.stages", "steps with drafts do not run custom stages yet",
+                          "leave one of them out")
     if not arguments.is_static:
         return arguments
     params = arguments.optional_params

@@ -10,12 +10,12 @@ from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
 from ..triton_kernels.sample_scratch import BUCKETS
-from .acceptance import offsets_of
+from .acceptance import RatioRows, decided_by_ratio, offsets_of
 from .beam_sampling import BeamRows, SampledBeams, find_candidates, to_log_probs
 from .beam_search import BeamSearches
 from .end_ids import MoreEndIds
 from .history import TokenHistory
-from .log_prob_report import REPORTED, raw_log_probs, report
+from .log_prob_report import REPORTED, log_distribution, raw_log_probs, report
 from .logits_post_processors import LogitsPostProcessors
 from .logits_return import generation_logits
 from .logits_rows import LogitsRows
@@ -95,10 +95,11 @@ class GptDecoder:
             self.state.features[slot] |= features
         self.state.upload()
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledStep:
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, ratio: RatioRows | None = None) -> SampledStep:
         """Sample from `logits` [r, vocab], of any float dtype. Stores nothing; `keep` stores the sampled tokens.
 
         rows      slot and position of each row of logits; the beams of a sequence are contiguous
+        ratio     rows whose drafts are tested by ratios, in a step without beams; None: there are none
         Mutates   logits, by post-processors and stages
         """
         logits_rows = LogitsRows(rows, self.state, self.history)
@@ -120,9 +121,9 @@ class GptDecoder:
             logits_rows = LogitsRows(beam_rows.singles, self.state, self.history)
         if (self._one_by_one and len(logits_rows) > 1
                 and logits_rows.features & (STAGES | SAMPLES | LOG_PROBS | REPORTED)):
-            sampled = self._sample_one_by_one(logits, logits_rows, raw)
+            sampled = self._sample_one_by_one(logits, logits_rows, raw, ratio)
         else:
-            sampled = self._stage_and_sample(logits, logits_rows, raw)
+            sampled = self._stage_and_sample(logits, logits_rows, raw, ratio)
         return SampledStep(slots, logits_rows, sampled.tokens, self._finish(sampled.tokens, logits_rows),
                            sampled.finite, sampled.log_probs, sampled.emptied, post_processed, asked, returned,
                            sampled.top, beams)
@@ -220,7 +221,8 @@ class GptDecoder:
         return torch.cat([raw_log_probs(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
                           for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
 
-    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
+    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None,
+                          ratio: RatioRows | None) -> SampledTokens:
         """Apply the stages to the rows, and sample a token for each row.
 
         raw   `raw_log_probs` of the rows that asked for them; None: no row asked
@@ -241,12 +243,28 @@ class GptDecoder:
                 **{argument: rows.column(name) for name, argument in SAMPLED_BY.items()})
             if not rows.features & LOG_PROBS:
                 log_probs = None
+        if ratio is not None:
+            self._decide_by_ratio(logits, rows, ratio, tokens, finite, log_probs)
         top = None
         if rows.features & REPORTED:
             top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel)
         if log_probs is not None and not wants_log_prob.all():
             log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
         return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
+
+    def _decide_by_ratio(self, logits: torch.Tensor, rows: LogitsRows, ratio: RatioRows, tokens: torch.Tensor,
+                         finite: torch.Tensor, log_probs: torch.Tensor | None) -> None:
+        """Replace tokens and log-probs of the rows whose drafts are tested by ratios, where logits are finite."""
+        (chosen,) = self.state.send([ratio.rows])
+        own, before = logits[chosen].float(), tokens[chosen].long()
+        columns = {argument: rows.column(name)[chosen] for name, argument in SAMPLED_BY.items()}
+        is_finite = finite[chosen] != 0
+        decided = decided_by_ratio(own.masked_fill(~is_finite[:, None], 0), ratio.logits, ratio.drafts, before,
+                                   position=rows.device_positions[chosen], **columns)
+        decided = decided.where(is_finite, before)
+        tokens[chosen] = decided.to(tokens.dtype)
+        if log_probs is not None:
+            log_probs[chosen] = log_distribution(own, columns["temperature"]).gather(1, decided[:, None])[:, 0]
 
     def _given_finite(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
         """Return [r] bool: whether the logits of each row are finite before the stages.
@@ -273,7 +291,8 @@ class GptDecoder:
             self._all_greedy["only_greedy"] = True
         return self._all_greedy
 
-    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None) -> SampledTokens:
+    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None,
+                           ratio: RatioRows | None) -> SampledTokens:
         """Apply the stages and sample, each row separately, so that its bits do not depend on the other rows.
 
         Log-probs are 0 in rows that did not ask for them.
@@ -284,5 +303,6 @@ class GptDecoder:
             parts = iter(raw.split(1))
             raw_of = [next(parts).clone() if asks else None for asks in rows.active(RAW_LOG_PROBS).tolist()]
         return SampledTokens.joined([
-            self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row])
+            self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row],
+                                   None if ratio is None else ratio.part(row))
             for row in range(len(rows))])

@@ -9,8 +9,9 @@ from typing import Protocol
 from ..config import Limits, SpeculativeConfig
 from ..guard import Guard
 from ..handover import DeviceOperation, SlotSetup
-from ..kv.kv_cache_manager import KvCacheManager
+from ..kv.kv_cache_manager import ContextDrafts, KvCacheManager
 from ..requests.llm_request import LlmRequest
+from ..scheduling.contract import context_drafts
 from ..scheduling.interfaces import SchedulerOutput
 from .ngrams import NgramDrafter
 
@@ -123,7 +124,9 @@ class Drafting:
     def fit(self, plan: SchedulerOutput) -> None:
         """Propose drafts for requests of the plan. The plan is right, and its pauses are done."""
         generation, contexts = plan.generation_requests, plan.context_requests
+        after_contexts = context_drafts(plan, self._kv) if contexts else []
         left = self._limits.max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
+        left -= sum(count for _, count in after_contexts)
         if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
         asked, max_lengths, num_rows = [], [], len(generation)
@@ -142,7 +145,7 @@ class Drafting:
             if tokens := tokens[:left]:
                 proposed.append((request, tokens))
                 left -= len(tokens)
-        self._note([*self._with_blocks(proposed, generation, contexts)])
+        self._note(self._with_blocks(proposed, generation, contexts, after_contexts))
 
     def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
@@ -169,7 +172,8 @@ class Drafting:
         return lists
 
     def _with_blocks(self, proposed: list[tuple[LlmRequest, list[int]]], generation: Sequence[LlmRequest],
-                     contexts: Sequence[LlmRequest]) -> list[tuple[LlmRequest, list[int]]]:
+                     contexts: Sequence[LlmRequest], after_contexts: ContextDrafts
+                     ) -> list[tuple[LlmRequest, list[int]]]:
         """Return the first proposals for which there are free blocks without cached content, and give them to their
         requests. The others are dropped by halves, because the blocks of a plan are counted together."""
         first_chunks = [request for request in contexts if request.is_first_context_chunk]
@@ -177,7 +181,7 @@ class Drafting:
             for request, tokens in proposed:
                 request.propose(tokens)
             if self._kv.usage().free_blocks >= self._kv.blocks_to_claim(
-                    first_chunks, generation, (), [request.draft_len for request in generation]):
+                    first_chunks, generation, (), [request.draft_len for request in generation], after_contexts):
                 break
             for request, _ in proposed:
                 request.propose(())

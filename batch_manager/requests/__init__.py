@@ -4,6 +4,5 @@ Owns     the documented tensor names, shapes and ranges; the checks of a request
          request's tokens and progress
 Not      blocks (kv), device state (slots), sent values (responses)
 Yours    a new request tensor is a row of TENSORS in inference_request.py, a sampling parameter is a row in
-         sampling_config.py; their checks go to admission.py, where a tensor that is not supported yet is a row of
-         NOT_BUILT; values for the device go into handover.SlotSetup
+         sampling_config.py; their checks go to admission.py; values for the device go into handover.SlotSetup
 """

@@ -59,13 +59,6 @@ from .tensor_values import (
     words,
 )
 
-# Tensors that are documented and checked but not supported yet, and their features. Any value is refused, except empty
-# `draft_input_ids`. When a feature is built, its rows are removed.
-NOT_BUILT: dict[str, str] = {
-    "draft_input_ids": "speculative decoding",
-    "draft_logits": "speculative decoding",
-}
-
 # Refused with static batching, as in TensorRT-LLM's padded batch.
 NOT_IN_STATIC_BATCHES: dict[str, str] = {
     "embedding_bias": "a bias on the logits",
@@ -113,6 +106,7 @@ class Admitted:
     num_bytes    bytes of the request's tensors, and of the logits and likeliest tokens that the request asks for
     warnings     changes made to the request so that it fits max_seq_len, one sentence each
     prompt_table   embeddings of the request's prompt-tuning tokens; None: the request has no embedding table
+    draft_logits   [drafts, vocab] float32: logits from which the client drew its draft tokens; None: it has none
     adapter      the adapter that the request brings along, unchecked; None: it has none, or only names one
     context_phase   where the blocks of the prompt wait, for a generation_only request; None for others
     arrival_time   arrival of the request in seconds of the engine's clock; None if the request does not set it
@@ -124,6 +118,7 @@ class Admitted:
     num_bytes: int
     warnings: tuple[str, ...] = ()
     prompt_table: PromptTable | None = None
+    draft_logits: np.ndarray | None = None
     adapter: GivenAdapter | None = None
     context_phase: ContextPhaseParams | None = None
     arrival_time: float | None = None
@@ -347,8 +342,14 @@ class Admission:
         self._check_options(raw, values)
         self._refuse_unsupported(raw, values, sampling.beam_width)
 
-        prompt, scalars = values["input_ids"], raw.scalars
+        prompt, scalars, drafts = values["input_ids"], raw.scalars, values.get("draft_input_ids", ())
         max_new_tokens, warnings = self._fit(len(prompt), scalars["request_output_len"])
+        if drafts:
+            self._check_drafts(raw, len(prompt), len(drafts))
+            if len(drafts) >= max_new_tokens:
+                warnings += (f"draft_input_ids was cut from {len(drafts):,} to {max_new_tokens - 1:,}: the request "
+                             f"generates {counted(max_new_tokens, 'token')}",)
+                drafts = drafts[:max_new_tokens - 1]
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
@@ -363,7 +364,7 @@ class Admission:
                          + return_generation_logits * max_new_tokens * sampling.beam_width)
         request = LlmRequest(
             request_id, prompt, max_new_tokens, beam_width=sampling.beam_width,
-            draft_tokens=values.get("draft_input_ids", ()), lora_task_id=scalars.get("lora_task_id"),
+            draft_tokens=drafts, lora_task_id=scalars.get("lora_task_id"),
             priority=float(raw.priority), in_lockstep=raw.logits_post_processor is not None,
             token_extra_ids=values.get("input_token_extra_ids"),
             retention=raw.retention, speculation=raw.speculation,
@@ -406,6 +407,7 @@ class Admission:
             num_bytes=num_bytes + 4 * returned_rows * self.limits.vocab_size,
             warnings=warnings,
             prompt_table=prompt_table,
+            draft_logits=values.get("draft_logits"),
             adapter=adapter,
             context_phase=values.get("context_phase_params"),
             arrival_time=None if raw.arrival_time is None else float(raw.arrival_time),
@@ -545,9 +547,6 @@ class Admission:
                 raise InvalidRequestError(f"{name} asks for {NOT_WITH_BEAMS[name]} and beam_width is {beam_width}",
                                           "this is not supported with several beams",
                                           f"leave {name} out, or set beam_width to 1")
-            if name in NOT_BUILT:
-                raise InvalidRequestError(f"{name} asks for {NOT_BUILT[name]}", "this version cannot do that yet",
-                                          f"leave {name} out")
 
     def _fit(self, prompt_len: int, asked: int) -> tuple[int, tuple[str, ...]]:
         """Return how many tokens the request may generate, and a warning if this number is less than `asked`.
@@ -568,6 +567,26 @@ class Admission:
                 f"set enable_chunked_context, or raise max_num_tokens to {prompt_len:,}")
 
         return max_new_tokens, warnings
+
+    def _check_drafts(self, raw: _RawRequest, prompt_len: int, num_drafts: int) -> None:
+        """Raise InvalidRequestError for draft tokens that this engine cannot verify with the prompt."""
+        limits, has = self.limits, f"draft_input_ids has {counted(num_drafts, 'token')}"
+        if num_drafts > limits.max_draft_tokens:
+            raise InvalidRequestError(has, f"max_draft_tokens of this engine is {limits.max_draft_tokens}",
+                                      "send fewer, or construct the GptManager with a larger max_draft_tokens")
+        if raw.logits_post_processor is not None:
+            raise InvalidRequestError(f"{has}, and logits_post_processor is set",
+                                      "a post-processor sees one row of logits of a sequence in a step",
+                                      "leave one of them out")
+        if raw.type is not RequestType.CONTEXT_AND_GENERATION:
+            raise InvalidRequestError(f"{has}, and request_type is {raw.type.value!r}",
+                                      "drafts are verified with the prompt, in the engine that generates",
+                                      "leave draft_input_ids out")
+        if not limits.enable_chunked_context and prompt_len + num_drafts > limits.max_num_tokens:
+            raise InvalidRequestError(
+                f"input_ids has {counted(prompt_len, 'token')}, draft_input_ids {num_drafts:,}, and max_num_tokens is "
+                f"{limits.max_num_tokens:,}", "without chunked context, prompt and drafts must fit one step",
+                f"send fewer, set enable_chunked_context, or raise max_num_tokens to {prompt_len + num_drafts:,}")
 
     def _check_blocks(self, request: LlmRequest) -> None:
         limits, blocks = self.limits, self._blocks_of(request)

@@ -162,14 +162,14 @@ def prompt_tuning_embeddings(context: tuple[ContextWork, ...]) -> np.ndarray | N
 
 
 def slots_not_finite(context: tuple[ContextWork, ...], finite: np.ndarray) -> list[int]:
-    """Return the slots of the contexts in which the hidden state of at least one token is not finite.
+    """Return the slots of the contexts in which the hidden state of at least one token, drafts aside, is not finite.
 
     finite   [context tokens] bool, in packed order: whether the hidden state of each token is finite
     """
     slots, stop = [], 0
     for work in context:
         start, stop = stop, stop + len(work.token_ids)
-        if not finite[start:stop].all():
+        if not finite[start:stop - work.num_drafts].all():
             slots.append(work.slot)
     return slots
 

@@ -48,6 +48,8 @@ def as_list(things: Iterable[Thing], most: int) -> list[Thing]:
 
 def context_drafts(plan: SchedulerOutput, kv: KvCacheManager) -> list[tuple[LlmRequest, int]]:
     """Return (request, number of its draft tokens in the step) of each request that completes its context with drafts.
+
+    A step with beams verifies none: several rows of a sequence are beams there.
     """
     if not (plan.context_requests and kv.window.max_draft_len):
         return []
@@ -55,7 +57,10 @@ def context_drafts(plan: SchedulerOutput, kv: KvCacheManager) -> list[tuple[LlmR
     drafts = [(request, min(count, kv.most_context_drafts(request)))
               for request, size, count in zip(plan.context_requests, plan.sizes, kept, strict=True)
               if size == request.remaining_context]
-    return [(request, count) for request, count in drafts if count]
+    drafts = [(request, count) for request, count in drafts if count]
+    if drafts and any(request.beam_width > 1 for request in (*plan.context_requests, *plan.generation_requests)):
+        return []
+    return drafts
 
 
 def check_plan(scheduler: object, plan: SchedulerOutput, active_requests: RequestList,

@@ -74,13 +74,16 @@ class Resources:
         self._takes_drafts = kv_cache_manager.window.max_draft_len > 0
         self._setups: dict[int, SlotSetup] = {}
         self._prompt_tables: dict[int, PromptTable] = {}
+        self._draft_logits: dict[int, np.ndarray] = {}
 
     def admit(self, admitted: Admitted) -> None:
-        """Store the slot setup of a request, for its start on the device, and its prompt-tuning table if it has one."""
+        """Store the slot setup of a request, for its start on the device, its prompt-tuning table and draft logits."""
         request_id = admitted.request.request_id
         self._setups[request_id] = admitted.setup
         if admitted.prompt_table is not None:
             self._prompt_tables[request_id] = admitted.prompt_table
+        if admitted.draft_logits is not None:
+            self._draft_logits[request_id] = admitted.draft_logits
 
     def pause(self, paused: list[LlmRequest]) -> None:
         """Release the blocks and other resources of these requests, and return the requests to the context phase.
@@ -218,9 +221,10 @@ class Resources:
             token_ids = tokens[start:start + size]
         table = self._prompt_tables.get(request.request_id)
         request.advance_context(size)
-        with_drafts = token_ids
+        with_drafts, draft_logits = token_ids, None
         if num_drafts:
             with_drafts = np.append(token_ids, np.array(request.draft_tokens[:num_drafts], np.int32))
+            draft_logits = self._draft_logits.get(request.request_id)
         return ContextWork(
             slot=request.seq_slot,
             token_ids=with_drafts,
@@ -229,6 +233,7 @@ class Resources:
             setup=setup,
             embeddings=None if table is None else table.embeddings(token_ids),
             num_drafts=num_drafts,
+            draft_logits=None if draft_logits is None else draft_logits[:num_drafts],
         )
 
     def publish(self, contexts: Sequence[LlmRequest]) -> None:
@@ -261,6 +266,7 @@ class Resources:
         self._release_all(request, computed_tokens, is_garbage=clear_blocks)
         self._setups.pop(request.request_id, None)
         self._prompt_tables.pop(request.request_id, None)
+        self._draft_logits.pop(request.request_id, None)
 
     def _clear_unread(self, request: LlmRequest) -> None:
         """Clear the KV cache entries that steps in flight write for an ended request.

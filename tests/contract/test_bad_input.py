@@ -51,7 +51,7 @@ REFUSED = {
     "a repetition penalty of 0": ({"repetition_penalty": 0.0}, "INVALID_REQUEST", "repetition_penalty"),
     "a bias for another vocabulary": ({"embedding_bias": [0.5] * 999}, "INVALID_REQUEST", "embedding_bias"),
     "a bias that is not a number": ({"embedding_bias": [float("nan")] * 1000}, "INVALID_REQUEST", "embedding_bias"),
-    "a draft, not built yet": ({"draft_input_ids": [5]}, "INVALID_REQUEST", "draft_input_ids"),
+    "a draft in an engine that verifies none": ({"draft_input_ids": [5]}, "INVALID_REQUEST", "draft_input_ids"),
     "an adapter, not built yet": ({"lora_task_id": 7}, "INVALID_REQUEST", "lora_task_id"),
 }
 

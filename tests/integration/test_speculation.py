@@ -46,11 +46,15 @@ ENGINES = {
 }
 
 
-def serve(make_manager, new_request, speculative_config=None, **engine):
-    """Run all prompts in one engine. Returns (tokens, log-probs) by id, and the last record."""
+def serve(make_manager, new_request, speculative_config=None, drafts=(), **engine):
+    """Run all prompts in one engine. Returns (tokens, log-probs) by id, and the last record.
+
+    drafts   id -> draft tokens of the client
+    """
     items = [new_request(i, prompt, 24 + i, return_log_probs=True, streaming=i % 2 == 0,
                          end_id=PHRASE[3] if i == 7 else None, **(SAMPLED | {"random_seed": i} if i % 3 else {}),
-                         **({"repetition_penalty": 1.3} if i == 5 else {}))
+                         **({"repetition_penalty": 1.3} if i == 5 else {}),
+                         **({"draft_input_ids": drafts[i]} if i in drafts else {}))
              for i, prompt in PROMPTS.items()]
     client = StaggeredClient(items, random.Random(1), [0, 0, 1, 2])
     manager = make_manager(client, model_path=SHIPPED, num_threads=1, speculative_config=speculative_config, **engine)
@@ -75,6 +79,8 @@ def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, name)
             texts = {i: tokens for i, (tokens, _) in expected.items()}
             drafter = KnowingDrafter(texts, VOCAB, right, odd=0.2 if right == 0.6 else 0)
             options, config = options | {"parts": {"drafter": drafter}}, replace(config, method="custom")
+            options |= {"drafts": {i: [*tokens[:i % 6], (tokens[i % 6] + 1) % VOCAB, 7][:5]
+                                   for i, tokens in texts.items() if i % 4}}
         found, record = serve(make_manager, new_request, config, **options)
         for i, (tokens, log_probs) in expected.items():
             assert found[i][0] == tokens, (i, right)
@@ -104,7 +110,7 @@ def test_nan_of_a_rejected_draft_reaches_no_later_token(make_manager, new_client
 
     for drafting in ({}, {"speculative_config": SpeculativeConfig("custom", 3), "parts": {"drafter": Poisoner()}}):
         client = new_client()
-        client.pending = [new_request(1, prompt, 20)]
+        client.pending = [new_request(1, prompt, 20, draft_input_ids=[poison, poison] if drafting else [])]
         manager = make_manager(client, model_path=folder, cpu_compile=cpu_compile, num_threads=1, dtype="float32",
                                kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=64), **drafting)
         client.wait_for_finals(1)
@@ -122,11 +128,11 @@ FEATURES = {
     "stop words": {"stop_words_list": [PHRASE[6:8], [PHRASE[2]]]}, "min length": {"min_length": 9, "end_id": PHRASE[0]},
     "top-p decay": {"runtime_top_p": 0.95, "runtime_top_p_decay": 0.8, "runtime_top_p_min": 0.3, "random_seed": 5,
                     "runtime_top_p_reset_ids": PHRASE[1]},
-    "logits": {"return_generation_logits": True}, "top": {"return_top_log_probs": 4}, "raw": {"raw_log_probs": True},
+    "logits": {"return_generation_logits": True, "return_context_logits": True}, "top": {"return_top_log_probs": 4}, "raw": {"raw_log_probs": True},
 }
 FEATURES |= {"all": {name: value for feature in FEATURES.values() for name, value in feature.items()},
              "penalties and stop words": FEATURES["frequency"] | FEATURES["stop words"] | SAMPLED}
-RETURNED = ("output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids")
+RETURNED = ("output_log_probs", "context_logits", "generation_logits", "top_log_probs", "top_log_prob_ids")
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
@@ -137,6 +143,9 @@ def test_drafts_of_requests_with_each_feature_change_nothing(make_manager, new_c
         client = new_client()
         client.pending = [new_request(i, 2 * PHRASE + PHRASE[:i % 5], 16, return_log_probs=True, **feature)
                           for i, feature in enumerate(FEATURES.values(), 1)]
+        for request in client.pending if right else ():
+            text = texts[request.request_id]
+            request.input_tensors["draft_input_ids"] = [*text[:2], (text[2] + 1) % VOCAB, *text[3:5]]
         drafting = {} if right is None else {
             "speculative_config": SpeculativeConfig("custom", 5),
             "parts": {"drafter": KnowingDrafter(texts, VOCAB, right)}}
@@ -160,6 +169,38 @@ def test_drafts_of_requests_with_each_feature_change_nothing(make_manager, new_c
     assert json.loads(client.stats[-1])["Accepted Draft Tokens"] > 20
 
 
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
+def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, new_request, options):
+    """Drafts from the model's own distribution are accepted; impossible ones never; greedy requests match tokens."""
+    client, sampled = new_client(), SAMPLED | {"random_seed": 3, "repetition_penalty": 1.2}
+    of_first = {"return_log_probs": True, "return_generation_logits": True}
+    client.pending = [new_request(1, PHRASE, 8, **sampled, **of_first), new_request(2, PHRASE, 8, **of_first)]
+    manager = make_manager(client, model_path=SHIPPED, num_threads=1, dtype="float32", max_draft_tokens=4, **options)
+    client.wait_for_finals(1, 2)
+    tokens, logits = ([one(client.final(i)) for i in (1, 2)] for one in (
+        lambda final: final.tokens()[len(PHRASE):], lambda final: final.tensors["generation_logits"][0, 0]))
+    unlikely = int(logits[0][0].argmin())
+    q = logits[0][:4].copy()
+    for row, token in enumerate(tokens[0][:4]):             # the client's drafts know the penalty of the text before them
+        seen = sorted({*PHRASE, *tokens[0][:row]})
+        q[row, seen] = np.where(q[row, seen] > 0, q[row, seen] / 1.2, q[row, seen] * 1.2)
+    impossible = q.copy()
+    impossible[0, unlikely] += 1000
+    drafts = {3: (sampled, tokens[0], q), 4: (sampled, [unlikely, *tokens[0]], impossible),
+              5: ({}, tokens[1], np.zeros_like(q))}
+    client.pending = [new_request(i, PHRASE, 8, streaming=True, return_log_probs=True, draft_input_ids=guessed[:4],
+                                  draft_logits=of_draft, **knobs) for i, (knobs, guessed, of_draft) in drafts.items()]
+    client.wait_for_finals(*drafts)
+    assert manager.shutdown() and not any(client.final(i).error for i in drafts)
+    first = {i: client.responses[i][0] for i in drafts}
+    assert [len(first[i].tokens()) for i in drafts] == [5, 1, 5]
+    assert first[3].tokens()[:4] == tokens[0][:4] and client.streamed(5) == tokens[1]
+    assert first[4].tokens() != [unlikely]
+    for i, of in ((3, 1), (5, 2)):
+        np.testing.assert_allclose(first[i].tensors["output_log_probs"].ravel()[:4],
+                                   client.final(of).tensors["output_log_probs"].ravel()[:4], atol=2e-3)
+
+
 def test_ngrams_propose_what_followed_the_newest_longest_match():
     """Compared with a search from the end."""
     draw = random.Random(1)
@@ -177,7 +218,7 @@ def test_drafts_are_proposed_where_they_pay():
     """More drafts for a request whose drafts are accepted, fewer in a large step; then one every 16 tokens."""
     draft = _Draft()
     draft.accepted, draft.tried = 6.0, 6.0
-    assert draft.most(1, 100) > draft.most(8, 100) > draft.most(32, 100) == 1 and draft.rests_until == 0
+    assert draft.most(1, 100) > draft.most(8, 100) > draft.most(32, 100) > 1 and draft.rests_until == 0
     draft.accepted = 1.0
     assert draft.most(1, 100) >= 1 and draft.rests_until == 0
     assert draft.most(32, 100) == 1 and draft.rests_until == 116

@@ -13,7 +13,7 @@ from batch_manager.requests.inference_request import InferenceRequest
 LIMITS = Limits(max_batch_size=8, max_num_tokens=64, max_seq_len=64, max_beam_width=4, max_num_requests=8,
                 max_num_sequences=8, unbounded_sequences=False, vocab_size=100, num_blocks=16, tokens_per_block=8,
                 enable_chunked_context=False, context_chunking_policy=ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-                scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, hidden_size=8, max_adapter_size=4)
+                scheduler_policy=SchedulerPolicy.MAX_UTILIZATION, hidden_size=8, max_adapter_size=4, max_draft_tokens=4)
 MODULES = AdapterModules({"attn_qkv": ((3, 9),) * 2, "attn_dense": ((3, 3),) * 2})
 
 

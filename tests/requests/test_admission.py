@@ -6,7 +6,7 @@ import pytest
 from batch_manager.errors import InvalidRequestError, RequestTooLargeError
 from batch_manager.handover import SlotSetup
 from batch_manager.names import LlmRequestState, SchedulerPolicy
-from batch_manager.requests.admission import NOT_BUILT, NOT_WITH_BEAMS, usable_id
+from batch_manager.requests.admission import NOT_WITH_BEAMS, usable_id
 from batch_manager.requests.context_phase import ContextPhaseParams
 from batch_manager.requests.inference_request import TENSORS, Content, InferenceRequest, Shape
 from batch_manager.requests.response_options import ResponseOptions
@@ -105,8 +105,8 @@ def wrong_values(name):
 
 def admitted_fields(admitted):
     return (admitted.request.tokens, admitted.request.max_new_tokens, admitted.setup, admitted.response,
-            admitted.prompt_table is None, admitted.request.token_extra_ids, admitted.request.lora_task_id,
-            admitted.adapter is None)
+            admitted.prompt_table is None, admitted.request.draft_len, admitted.draft_logits is None,
+            admitted.request.token_extra_ids, admitted.request.lora_task_id, admitted.adapter is None)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -114,10 +114,7 @@ def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, 
     assert set(VALID) == set(TENSORS)
     for value in VALID[name]:
         tensors = {name: value} | COMPANIONS.get(name, {})
-        if name in NOT_BUILT:
-            text = refusal(**tensors)
-            assert "this version cannot do that yet" in text and (name in text or name in COMPANIONS)
-        elif name == "context_phase_params":                   # tests/stores has the requests that it belongs to
+        if name == "context_phase_params":                   # tests/stores has the requests that it belongs to
             assert f"{name} is set; a generation_only request has this tensor" in refusal(**tensors)
         elif name in IGNORED | BEAMS_ONLY:
             assert admitted_fields(admit(**tensors)) == admitted_fields(admit())
@@ -127,8 +124,7 @@ def test_every_tensor_is_used_or_refused_by_name_and_never_ignored(name, admit, 
 
 def test_every_sampling_knob_reaches_the_device_or_is_refused(admit):
     for tensor in (parameter.tensor for parameter in PARAMETERS.values()):
-        if tensor not in NOT_BUILT:
-            assert admit(**{tensor: VALID[tensor][0]}).setup != admit().setup
+        assert admit(**{tensor: VALID[tensor][0]}).setup != admit().setup
 
 
 @pytest.mark.parametrize("name", [name for name in TENSORS if name not in IGNORED])
@@ -502,8 +498,29 @@ def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):
     assert "columns of draft_logits" in refusal(draft_logits=logits[:, 1:], draft_input_ids=[1, 2])
 
 
-def test_a_prompt_with_its_draft_tokens_must_fit(refusal):
+def test_a_prompt_with_its_draft_tokens_must_fit(refusal, admit):
     assert "the limit for both together is max_seq_len - 1 = 63" in refusal(input_ids=[1] * 60, draft_input_ids=[1] * 4)
+    few = {"max_num_tokens": 6}
+    prompt = {"input_ids": [1] * 4, "request_output_len": 20}
+    assert "draft_input_ids 3, and max_num_tokens is 6; without chunked context, prompt and drafts must fit one step" in (
+        refusal(limits=few, draft_input_ids=[1] * 3, **prompt))
+    for limits, drafts in ((few, 2), (few | {"enable_chunked_context": True}, 3)):
+        assert admit(limits=limits, draft_input_ids=[1] * drafts, **prompt).request.draft_len == drafts
+
+
+@pytest.mark.parametrize(("tensors", "options", "says"), [
+    ({"draft_input_ids": [1] * 5}, {}, "draft_input_ids has 5 tokens; max_draft_tokens of this engine is 4"),
+    ({}, {"limits": {"max_draft_tokens": 0}}, "draft_input_ids has 1 token; max_draft_tokens of this engine"),
+    ({}, {"flags": {"logits_post_processor": lambda *_: None}}, "draft_input_ids has 1 token, and logits_post_processor is set"),
+    ({"beam_width": 2}, {}, "draft_input_ids asks for speculative decoding and beam_width is 2")])
+def test_draft_tokens_that_are_not_verified_are_refused(refusal, tensors, options, says):
+    assert says in refusal(**{"draft_input_ids": [1]} | tensors, **options)
+
+
+def test_draft_tokens_behind_the_end_of_the_output_are_cut(admit):
+    admitted = admit(draft_input_ids=[5, 6, 7], request_output_len=3)
+    assert admitted.request.draft_tokens == [5, 6] and "cut from 3 to 2: the request generates 3" in admitted.warnings[0]
+    assert admit(draft_input_ids=[5], request_output_len=1).request.draft_len == 0
 
 
 def test_lora_weights_and_their_configuration_come_together_and_agree(refusal):

@@ -11,7 +11,8 @@ Source      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 201
 
 `uniform` computes a uniform random number of a token: key = (low, high) word of the request's seed, counter =
 (position of the sampled token, purpose, number div 4, 0), u = ((word >> 9) + 1/2) * 2^-23 of word number mod 4. So
-0 < u < 1, exact in float32. No two purposes share a number: BLOCKS and TOKENS are those of `sample_token`.
+0 < u < 1, exact in float32. No two purposes share a number: BLOCKS and TOKENS are those of `sample_token`, the others
+those of a test by ratios.
 """
 
 import torch
@@ -20,6 +21,7 @@ MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 KEY_STEP_0, KEY_STEP_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 BLOCKS, TOKENS = 1, 2             # purposes
+ACCEPTANCE, REST_BLOCKS, REST_TOKENS = 3, 4, 5     # purposes of decoding/acceptance.py
 
 
 def _multiply(constant: int, words):

@@ -74,7 +74,7 @@ def sample_token(
     largest = (x == x.amax(1, keepdim=True)).int().argmax(1)                   # the first of several
     min_p = torch.zeros_like(top_p) if min_p is None else min_p
     lowest = x.amax(1) + temperature.double() * min_p.double().log()
-    sampled = _sample(x, log_p.exp(), top_k, top_p, lowest, seed, position)
+    sampled = drawn(kept(x, log_p.exp(), top_k, top_p, lowest), seed, position)
     chosen = torch.where(greedy, largest, sampled).masked_fill(~finite.bool(), 0)
 
     tokens.copy_(chosen)
@@ -93,8 +93,8 @@ def record_tokens(tokens, position, slots, end_id, finish, last_tokens):
         last_tokens[slots, position.long() % last_tokens.shape[1]] = tokens.to(last_tokens.dtype)
 
 
-def _sample(x, p, top_k, top_p, lowest, seed, position):
-    """Return the sampled token of each row.
+def kept(x, p, top_k, top_p, lowest):
+    """Return the probabilities [R, V] of the tokens that the filters keep, and 0 for others; they are not renormalized.
 
     x        [R, V] logits
     p        [R, V] probabilities
@@ -110,12 +110,16 @@ def _sample(x, p, top_k, top_p, lowest, seed, position):
     reached = cumulative >= (top_p.double() * cumulative[:, -1])[:, None]
     last = torch.where(limited, reached.int().argmax(1), vocabulary - 1)
     p = p.masked_fill(x < descending.gather(1, last[:, None]), 0)
-    p = p.masked_fill(x < lowest[:, None], 0)
+    return p.masked_fill(x < lowest[:, None], 0)
 
-    p = torch.nn.functional.pad(p, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
-    block = (p.sum(2).log() + _gumbels(seed, position, BLOCKS, p.shape[1])).argmax(1)
+
+def drawn(p, seed, position, purposes=(BLOCKS, TOKENS)):
+    """Return a token of each row [R], drawn from weights p [R, V] with the random numbers of two purposes."""
+    size = min(BLOCK, p.shape[1])
+    p = torch.nn.functional.pad(p, (0, -p.shape[1] % size)).unflatten(1, (-1, size))
+    block = (p.sum(2).log() + _gumbels(seed, position, purposes[0], p.shape[1])).argmax(1)
     inside = p[torch.arange(len(p), dtype=torch.int64, device=p.device), block]
-    return block * BLOCK + (inside.log() + _gumbels(seed, position, TOKENS, BLOCK)).argmax(1)
+    return block * size + (inside.log() + _gumbels(seed, position, purposes[1], size)).argmax(1)
 
 
 def _gumbels(seed, position, purpose, count):

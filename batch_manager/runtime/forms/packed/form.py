@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ....attention.interface import Attention, PackedStep
-from ....decoding.acceptance import UNVERIFIED, accepted
+from ....decoding.acceptance import UNVERIFIED, RatioRows, accepted
 from ....decoding.decoder import READS_LOGITS
 from ....decoding.logits_return import context_logits
 from ....decoding.sampled_step import UNUSABLE, SampledStep
@@ -36,13 +36,14 @@ from ...adapters.port import LoraPort
 from ...device.running import Readback, on_device, on_stream
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
-from ..form import CONTEXTS, DRAFTS, EMBEDDINGS, PADDING, traits_of
+from ..form import CONTEXT_DRAFTS, CONTEXTS, DRAFTS, EMBEDDINGS, PADDING, traits_of
 from .forwards import Forward, Head
 
 # What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
 CALLS = (STAGES | SAMPLES | LOG_PROBS | CONTEXT_LOGITS | GENERATION_LOGITS | HISTORY | STOP_WORDS | BEAMS |
          POST_PROCESSED | MORE_END_IDS | TOP_LOG_PROBS | RAW_LOG_PROBS | CONTEXTS | EMBEDDINGS)
-SERVES = {"compiled": CALLS | ADAPTER | DRAFTS, "packed": CALLS | ADAPTER | DRAFTS, "padded": CALLS | PADDING}
+VERIFIES = DRAFTS | CONTEXT_DRAFTS
+SERVES = {"compiled": CALLS | ADAPTER | VERIFIES, "packed": CALLS | ADAPTER | VERIFIES, "padded": CALLS | PADDING}
 
 # Fields of PackedStep that each call uploads -> dtype on the device. Arrays of attention come from `Forward.plan`.
 UPLOADED: Mapping[str, type[np.signedinteger]] = {"token_ids": np.int64, "positions": np.int64, "slots": np.int64}
@@ -105,11 +106,10 @@ class CallsForm:
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
 
     def misfit(self, batch: ScheduledBatch) -> int:
-        num_drafts = batch.generation.num_drafts
-        if num_drafts is None:
+        if not batch.has_drafts:
             return 0
-        drafting = batch.generation.slots[num_drafts > 0]
-        return DRAFTS * bool(self._parts.slots.active(UNVERIFIED, drafting).any())
+        counts, _ = drafts_of(batch)
+        return DRAFTS * bool(self._parts.slots.active(UNVERIFIED, batch.yielding[counts > 0]).any())
 
     def start(self, batch: ScheduledBatch, traits: int) -> "PendingCalls":
         input_tokens = None
@@ -121,15 +121,16 @@ class CallsForm:
             hidden, rows = self._run(call, input_tokens, tensors, returned)
             parts.append(hidden)
             parts_of_rows.append(rows)
-            if traits & DRAFTS:
+            if traits & VERIFIES:
                 written.append(call.step.pool_slots[call.step.logits_rows])
         if len(parts) > 1:
             hidden, rows = torch.cat(parts), join_rows(parts_of_rows)
         if len(rows.slots):
-            if traits & DRAFTS:
-                self._decoder.assume(rows, num_drafts_of(batch), batch.generation.draft_tokens)
+            if traits & VERIFIES:
+                self._decoder.assume(rows, *drafts_of(batch))
             if self._head.largest is None or traits & READS_LOGITS:
-                sampled = self._decoder.sample(self._head.logits(hidden), rows)
+                ratio = self._ratio_rows(batch) if traits & CONTEXT_DRAFTS else None
+                sampled = self._decoder.sample(self._head.logits(hidden), rows, ratio)
             else:
                 sampled = self._decoder.sample_largest(*self._head.largest(hidden), rows)
             tensors |= sampled.tensors()
@@ -137,6 +138,20 @@ class CallsForm:
         if sampled is not None:
             self._decoder.keep(sampled)
         return PendingCalls(batch, self._parts, sampled, readback, returned, written, self)
+
+    def _ratio_rows(self, batch: ScheduledBatch) -> RatioRows | None:
+        """Return the sampled rows whose drafts a client brought with logits; None if there are none."""
+        rows, drafts, logits, first = [], [], [], 0
+        for work in batch.context:
+            if work.draft_logits is not None:
+                rows.append(np.arange(first, first + work.num_drafts, dtype=np.int64))
+                drafts.append(work.token_ids[-work.num_drafts:].astype(np.int64))
+                logits.append(work.draft_logits)
+            first += work.is_last_chunk * (1 + work.num_drafts)
+        if not rows:
+            return None
+        return RatioRows(np.concatenate(rows), *self._parts.uploads.send([np.concatenate(drafts),
+                                                                          np.concatenate(logits)]))
 
     def _run(self, call: ModelCall, input_tokens: np.ndarray | None, tensors: dict[str, torch.Tensor],
              returned: dict[int, np.ndarray]) -> tuple[torch.Tensor, SamplingRows]:
@@ -195,7 +210,9 @@ class CallsForm:
                        returned: dict[int, np.ndarray]) -> None:
         slots = step.slots[:num_contexts]
         for row in np.nonzero(self._parts.slots.active(CONTEXT_LOGITS, slots))[0].tolist():
-            part = hidden[step.query_starts[row] : step.query_starts[row + 1]]
+            start, end = step.query_starts[row : row + 2].tolist()
+            num_rows = np.count_nonzero((step.logits_rows >= start) & (step.logits_rows < end))
+            part = hidden[start : end - max(num_rows - 1, 0)]               # without its drafts
             returned[int(slots[row])] = context_logits(self._head.logits, part, self._parts.vocab_size)
 
     def figures(self) -> dict[str, int]:
@@ -207,10 +224,23 @@ class CallsForm:
         pass
 
 
-def num_drafts_of(batch: ScheduledBatch) -> np.ndarray:
-    """Return the number of drafts of each sequence that gets tokens, in a step with drafts."""
-    contexts = sum(work.is_last_chunk for work in batch.context)
-    return np.concatenate([np.zeros(contexts, np.int32), batch.generation.num_drafts])
+def drafts_of(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([n] drafts of each sequence that gets tokens, [their sum] the draft tokens)."""
+    last, generation = [work for work in batch.context if work.is_last_chunk], batch.generation
+    counts, tokens = [np.array([work.num_drafts for work in last], np.int32)], [
+        work.token_ids[-work.num_drafts:] for work in last if work.num_drafts]
+    counts.append(np.zeros(len(generation), np.int32) if generation.num_drafts is None else generation.num_drafts)
+    if generation.draft_tokens is not None:
+        tokens.append(generation.draft_tokens)
+    return np.concatenate(counts), np.concatenate(tokens)
+
+
+def without_drafts(batch: ScheduledBatch) -> ScheduledBatch:
+    """Return the batch without its drafts."""
+    context = tuple([replace(work, token_ids=work.token_ids[:-work.num_drafts], num_drafts=0,
+                             draft_logits=None) if work.num_drafts
+                     else work for work in batch.context])
+    return replace(batch, context=context, generation=replace(batch.generation, num_drafts=None, draft_tokens=None))
 
 
 def join_rows(parts: Sequence[SamplingRows]) -> SamplingRows:
@@ -254,28 +284,28 @@ class PendingCalls:
 
         NaN that a rejected draft left in the KV cache is cleared: attention multiplies what it masks by 0.
         """
-        draft_tokens = self._batch.generation.draft_tokens
-        if not self._written or draft_tokens is None:
+        if not self._written:
             return ()
-        is_new, num_new = accepted(arrays, num_drafts_of(self._batch), draft_tokens)
+        is_new, num_new = accepted(arrays, *drafts_of(self._batch))
         if not arrays["finite"].all():
             self._clear(~(is_new | (arrays["finite"] != 0)))
         return is_new, num_new
 
     def _without_spoilt_drafts(self, arrays: Mapping[str, np.ndarray]) -> "PendingCalls | None":
-        """Start the step again without drafts if the row before the drafts of a sequence is not finite; else None.
+        """Start the step again without drafts if a row before the drafts of a sequence is not finite; else None.
 
         The drafts can be why: attention multiplies the values of the rows after a row by 0, and 0 * NaN is NaN.
         """
-        counts = num_drafts_of(self._batch)
+        counts, _ = drafts_of(self._batch)
         first_rows = np.cumsum(1 + counts) - (1 + counts)
-        if arrays["finite"][first_rows[counts > 0]].all():
+        drafting = [work.slot for work in self._batch.context if work.num_drafts]
+        if arrays["finite"][first_rows[counts > 0]].all() and not (drafting and set(drafting).intersection(
+                slots_not_finite(self._batch.context, arrays["context_finite"]))):
             return None
         is_draft = np.ones(len(arrays["finite"]), bool)
         is_draft[first_rows] = False
         self._clear(is_draft)
-        generation = replace(self._batch.generation, num_drafts=None, draft_tokens=None)
-        batch = replace(self._batch, generation=generation)
+        batch = without_drafts(self._batch)
         with on_device(self._parts.device, self._parts.stream), torch.inference_mode():
             return self._form.start(batch, traits_of(batch, self._parts.slots))
 
