@@ -3,9 +3,9 @@
 Row j of a sequence is drawn as if the drafts before it were its text. The first drawn token that differs from its
 draft, or ends the sequence, is the last new token. So the text is the one without drafts, however good they are.
 
-A client's drafts with logits are tested by ratios instead: with p as drawn from and q as the client drew from, a draft x
-becomes the token of its row with probability min(1, p(x) / q(x)); else the token is drawn from max(p - q, 0). So each token
-has the distribution p, and the drafts are accepted as often as that allows (Leviathan et al., 2211.17192).
+A client's drafts with logits are tested by ratios instead: with p as drawn from and q as the client drew from, a draft
+x becomes the token of its row with probability min(1, p(x) / q(x)); else the token is drawn from max(p - q, 0). So each
+token has the distribution p, and the drafts are accepted as often as that allows (Leviathan et al., 2211.17192).
 """
 
 from collections.abc import Mapping

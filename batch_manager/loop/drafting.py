@@ -49,8 +49,8 @@ class Drafter(Protocol):
 class _Draft:
     """The drafting of one request.
 
-    accepted, tried   drafts that were accepted, and these with the first one of each step that was not. Older ones count
-                      less, and each request begins as if one of two had been accepted
+    accepted, tried   drafts that were accepted, and these with the first one of each step that was not. Older ones
+                      count less, and each request begins as if one of two had been accepted
     misses    steps in a row without an accepted draft
     rests_until   number of tokens from which on the request gets drafts again
     before, count   number of its tokens before its last step with drafts, and the number of drafts; 0: it was counted

@@ -58,7 +58,9 @@ class Ngrams:
         if not best:
             return ()
         period = len(tokens) - best
-        return tokens[best : best + most] if period >= most else [tokens[best + place % period] for place in range(most)]
+        if period >= most:
+            return tokens[best : best + most]
+        return [tokens[best + place % period] for place in range(most)]
 
 
 class NgramDrafter:

@@ -3,10 +3,11 @@
     python examples/get_smollm2.py && python -m tests.benchmarks.speculation --threads 1
 
 The prompts are in speculation_prompts.json: outputs that repeat their prompt (greedy), prompts of the same kind with
-which nothing was tuned, and open ones (sampled), whose outputs hardly repeat anything; then open ones, --batch at once. Both engines answer each prompt in turn, in one process, so that a busy machine slows both. `speed` is the median
-over the rounds of: tokens per second with drafts, relative to those without; `generation` is this without the time that
-a request for one token takes. With --threads 1, times are CPU times of the process, which exclude other processes.
-The tokens of both must be equal up to the first near tie; `equal` counts the outputs that are equal to their end.
+which nothing was tuned, and open ones (sampled), whose outputs hardly repeat anything; then open ones, --batch at once.
+Both engines answer each prompt in turn, in one process, so that a busy machine slows both. `speed` is the median over
+the rounds of: tokens per second with drafts, relative to those without; `generation` is this without the time that a
+request for one token takes. With --threads 1, times are CPU times of the process, which exclude other processes. The
+tokens of both must be equal up to the first near tie; `equal` counts the outputs that are equal to their end.
 """
 
 import argparse
@@ -104,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     with in_bfloat16(options.model) as folder, contextlib.ExitStack() as engines:
         both = [engines.enter_context(LLM(
-            folder, tokenizer=options.tokenizer or options.model, dtype=options.dtype, num_threads=options.threads, device="cpu",
-            max_batch_size=options.batch, speculative_config=config))
+            folder, tokenizer=options.tokenizer or options.model, dtype=options.dtype, num_threads=options.threads,
+            device="cpu", max_batch_size=options.batch, speculative_config=config))
             for config in (None, options.speculative_config)]
         for kind in options.kinds:
             texts = [text if options.plain else [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The test by ratios of a client's drafts: the joint distribution of a step's tokens is exact, and compared with counts."""
+"""The test by ratios of a client's drafts: counts of a step's tokens, compared with their exact joint distribution."""
 
 import itertools
 
@@ -11,8 +11,8 @@ from batch_manager.triton_kernels.reference.sample_token import sample_token
 
 V, SEEDS, POSITION = 8, 50_000, 10
 NEAR, FAR, EQUAL, DISJOINT = "near", "far", "equal", "disjoint"
-CASES = {"near, filtered": (NEAR, 0.8, 6, 0.9, 0.02), "far": (FAR, 1.3, 0, 1.0, 0.0), "equal": (EQUAL, 0.7, 0, 0.95, 0.0),
-         "disjoint": (DISJOINT, 1.0, 4, 0.0, 0.0)}
+CASES = {"near, filtered": (NEAR, 0.8, 6, 0.9, 0.02), "far": (FAR, 1.3, 0, 1.0, 0.0),
+         "equal": (EQUAL, 0.7, 0, 0.95, 0.0), "disjoint": (DISJOINT, 1.0, 4, 0.0, 0.0)}
 
 
 def tables(kind):
@@ -40,7 +40,7 @@ def kept(logits, temperature, top_k, top_p, min_p):
 
 
 def step(kind, temperature, top_k, top_p, min_p):
-    """Run a step with two drafts for each seed. Return how often each sequence of new tokens came, and its probability."""
+    """Run a step with two drafts for each seed. Return the count of each sequence of new tokens, and its probability."""
     target, draft = tables(kind)
     parameters = (temperature, top_k, top_p, min_p)
     p, q = kept(target, *parameters), kept(draft, *parameters)

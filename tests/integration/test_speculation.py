@@ -128,7 +128,8 @@ FEATURES = {
     "stop words": {"stop_words_list": [PHRASE[6:8], [PHRASE[2]]]}, "min length": {"min_length": 9, "end_id": PHRASE[0]},
     "top-p decay": {"runtime_top_p": 0.95, "runtime_top_p_decay": 0.8, "runtime_top_p_min": 0.3, "random_seed": 5,
                     "runtime_top_p_reset_ids": PHRASE[1]},
-    "logits": {"return_generation_logits": True, "return_context_logits": True}, "top": {"return_top_log_probs": 4}, "raw": {"raw_log_probs": True},
+    "logits": {"return_generation_logits": True, "return_context_logits": True},
+    "top": {"return_top_log_probs": 4}, "raw": {"raw_log_probs": True},
 }
 FEATURES |= {"all": {name: value for feature in FEATURES.values() for name, value in feature.items()},
              "penalties and stop words": FEATURES["frequency"] | FEATURES["stop words"] | SAMPLED}
@@ -181,7 +182,7 @@ def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, n
         lambda final: final.tokens()[len(PHRASE):], lambda final: final.tensors["generation_logits"][0, 0]))
     unlikely = int(logits[0][0].argmin())
     q = logits[0][:4].copy()
-    for row, token in enumerate(tokens[0][:4]):             # the client's drafts know the penalty of the text before them
+    for row in range(4):                                    # the client's drafts know the penalty of the text before them
         seen = sorted({*PHRASE, *tokens[0][:row]})
         q[row, seen] = np.where(q[row, seen] > 0, q[row, seen] / 1.2, q[row, seen] * 1.2)
     impossible = q.copy()
