@@ -40,7 +40,7 @@ def kept(logits, temperature, top_k, top_p, min_p):
 
 
 def step(kind, temperature, top_k, top_p, min_p):
-    """Run a step with two drafts for each seed. Return the count of each sequence of new tokens, and its probability."""
+    """Run a step with two drafts for each seed. Return the count of each result, and its probability."""
     target, draft = tables(kind)
     parameters = (temperature, top_k, top_p, min_p)
     p, q = kept(target, *parameters), kept(draft, *parameters)

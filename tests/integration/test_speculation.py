@@ -182,7 +182,7 @@ def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, n
         lambda final: final.tokens()[len(PHRASE):], lambda final: final.tensors["generation_logits"][0, 0]))
     unlikely = int(logits[0][0].argmin())
     q = logits[0][:4].copy()
-    for row in range(4):                                    # the client's drafts know the penalty of the text before them
+    for row in range(4):                                 # the client's drafts know the penalty of the text before them
         seen = sorted({*PHRASE, *tokens[0][:row]})
         q[row, seen] = np.where(q[row, seen] > 0, q[row, seen] / 1.2, q[row, seen] * 1.2)
     impossible = q.copy()
