@@ -53,7 +53,7 @@ class Intake:
     num_prompt_tokens   number of prompt tokens of the accepted requests, since construction
     came_late       whether a request was accepted after its deadline, which counts from its arrival_time; `expired`
                     resets this to False
-    num_warnings    number of accepted requests whose output length was cut, so that the sequence fits max_seq_len
+    num_warnings    number of cuts of output lengths, so that sequences fit max_seq_len, and of draft tokens
     waiting         the accepted requests that are not active yet
     """
 

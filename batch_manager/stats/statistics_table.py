@@ -85,7 +85,7 @@ STATISTICS: tuple[Statistic, ...] = (
     Statistic("Finals Timed Out", "responses", START, "of requests whose deadline passed after a token"),
     Statistic("Finals Cancelled", "responses", START, "of requests that were stopped"),
     Statistic("Failed Steps", "steps", START, "that raised"),
-    Statistic("Clamped Requests", "requests", START, "whose output length was cut to what fits"),
+    Statistic("Clamped Requests", "requests", START, "whose output length or draft tokens were cut to what fits"),
     Statistic("Unaddressable Items", "items", START, "from the get callback, without a usable id"),
     Statistic("Callback Time Microseconds", "microseconds", ITERATION, "inside the callbacks"),
     Statistic("Iteration Latency Microseconds", "microseconds", ITERATION, "from the end of get to the record"),
