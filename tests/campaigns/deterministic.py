@@ -5,10 +5,10 @@
                                                              differ
 
 A seed chooses a family, a dtype, a block size, compiled steps or steps in torch, and requests. It runs the requests in
-several random circumstances: batches, chunks, pauses and cached blocks. Each result of a request is compared with the
-reference result of the request. The two results are a pair. For the reference, the request runs alone, in one chunk,
-without pauses and without cached blocks, on one thread. The KV cache of the reference has blocks of 64 tokens, so that
-a short request is one contiguous block.
+several random circumstances: batches, chunks, pauses, cached blocks and drafts. Each result of a request is compared
+with the reference result of the request. The two results are a pair. For the reference, the request runs alone, in one
+chunk, without pauses, cached blocks and drafts, on one thread. The KV cache of the reference has blocks of 64 tokens,
+so that a short request is one contiguous block.
 """
 
 import os
@@ -82,7 +82,7 @@ def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int, co
     return Circumstances(
         layout=draw.choice(list(LAYOUTS)), overlap=not solitary and draw.random() < 0.3, chunk=chunk, pauses=pauses,
         arrivals=arrivals, laziness=draw.choice([0.0, 0.0, 0.25]), solitary=solitary, reuse=reuse,
-        seed=draw.getrandbits(32))
+        seed=(seed := draw.getrandbits(32)), drafts=0.7 if seed % 2 else None)
 
 
 def describe_length(length: int, unit: int) -> str:
@@ -140,6 +140,8 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
         for request_id, ask in asks.items():
             count_pair(counts, ask, request_id, circumstances, block, lab.reused.get(request_id, 0))
             counts["prompt", describe_length(len(ask.prompt), unit)] += 1
+        drafted = circumstances.drafts is not None and not circumstances.static and circumstances.layout != "padded"
+        counts["drafted"] += drafted * sum(ask.beam_width == 1 for ask in asks.values())
         counts.update(pairs=len(asks), tokens=sum(ask.count for ask in asks.values()), different=len(differences))
         if differences:
             found.append(f"seed {seed}, run {run} (python -m tests.campaigns.deterministic {seed}): {family}, blocks "
@@ -153,8 +155,9 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
 
 def run(options: Options) -> Summary:
     total, failures, last_seed = run_seeds(run_seed, options, lambda total: total["pairs"] >= ENOUGH[options.tier])
+    names = "engines", "pairs", "drafted", "compiled", "tokens", "pauses", "different"
     return Summary(f"T3: seeds {options.first_seed}..{last_seed}: " + ", ".join(
-        f"{total[name]:,} {name}" for name in ("engines", "pairs", "compiled", "tokens", "pauses", "different")),
+        f"{total[name]:,} {name}" for name in names),
         failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])
 
 

@@ -18,6 +18,7 @@ from batch_manager import (
     InferenceRequest,
     KvCacheConfig,
     RequestScheduler,
+    SpeculativeConfig,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
@@ -30,9 +31,10 @@ from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.source import DummyWeights
 from tests.harness.client import ArrivingClient
+from tests.harness.drafters import KnowingDrafter
 from tests.harness.world import make_loop
 
-VOCAB = 211
+VOCAB, MOST_DRAFTS = 211, 5
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "austen-4m"
 LAYOUTS = {"fused": packing.packed, "split": packing.split, "padded": packing.padded}
 
@@ -157,6 +159,7 @@ class Circumstances:
     laziness   probability that the scheduler leaves a runnable request out of a step
     solitary   each step runs a single request
     reuse      enable block reuse
+    drafts     probability that a draft token of the client or the engine is right; None: there are no drafts
     """
 
     layout: str = "fused"
@@ -168,6 +171,7 @@ class Circumstances:
     laziness: float = 0.0
     solitary: bool = False
     reuse: bool = False
+    drafts: float | None = None
     seed: int = 0
 
 
@@ -246,7 +250,8 @@ class Laboratory:
         """Return the backend of this layout. Its count of operations is set to 0 for a new engine."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
-                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width)
+                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width,
+                max_draft_tokens=MOST_DRAFTS)
         self._backends[layout]._operations.num_done = 0
         return self._backends[layout]
 
@@ -259,7 +264,10 @@ class Laboratory:
 
     def run(self, asks: dict[int, Ask], circumstances: Circumstances) -> dict[int, Outcome]:
         """Run all requests in one engine under these circumstances, and return the outcome of each request id."""
-        schedulers = []
+        schedulers, drafter = [], None
+        if circumstances.drafts is not None and not circumstances.static and circumstances.layout != "padded":
+            texts = {request_id: self.alone(ask).tokens for request_id, ask in asks.items() if ask.beam_width == 1}
+            drafter = KnowingDrafter(texts, vocab_of(self.folder.name), circumstances.drafts, circumstances.seed)
 
         def scheduler(limits, kv_cache_manager):
             schedulers.append(ScriptedScheduler(circumstances, limits, kv_cache_manager))
@@ -267,14 +275,18 @@ class Laboratory:
 
         params = TrtGptModelOptionalParams(
             max_batch_size=32, enable_trt_overlap=circumstances.overlap and not circumstances.static,
+            speculative_config=None if drafter is None else SpeculativeConfig("custom", MOST_DRAFTS),
             kv_cache_config=KvCacheConfig(tokens_per_block=self.kv.tokens_per_block,
                                           enable_block_reuse=circumstances.reuse))
         arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
                     for request_id, ask in asks.items()]
+        for request_id, text in {} if drafter is None else drafter.texts.items():
+            request = arrivals[list(asks).index(request_id)][1]
+            request.input_tensors["draft_input_ids"] = drafter.guesses(text[:MOST_DRAFTS])
         layout = "padded" if circumstances.static else circumstances.layout        # V1 has the form `padded` alone
         outcomes = drive(params, self.backend(layout), arrivals, static=circumstances.static,
                          scheduler=None if circumstances.static else scheduler,
-                         max_beam_width=self.max_beam_width).outcomes
+                         max_beam_width=self.max_beam_width, drafter=drafter).outcomes
         self.reused = schedulers[0].reused if schedulers else {}
         self.num_pauses += sum(scheduler.num_pauses for scheduler in schedulers)
         return outcomes
@@ -310,7 +322,7 @@ class DifferentialClient(ArrivingClient):
 
 
 def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, InferenceRequest]], *, scheduler=None,
-          static: bool = False, max_beam_width: int = 1) -> DifferentialClient:
+          static: bool = False, max_beam_width: int = 1, drafter=None) -> DifferentialClient:
     """Run the engine's loop in this thread until all requests have ended. Return the client.
 
     The backend stays open.
@@ -319,7 +331,7 @@ def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, 
     """
     client = DifferentialClient(arrivals)
     loop = make_loop(
-        client, params=params, backend=backend, clock=SystemClock(), parts={"scheduler": scheduler},
+        client, params=params, backend=backend, clock=SystemClock(), parts={"scheduler": scheduler, "drafter": drafter},
         model_type=TrtGptModelType.V1 if static else TrtGptModelType.InflightFusedBatching,
         max_beam_width=max_beam_width, exclude_input=True)
     while len(client.outcomes) < len(arrivals):

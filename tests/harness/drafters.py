@@ -49,7 +49,10 @@ class KnowingDrafter:
         self._seen[request.request_id] = place, now
         if place - before > now - then > 0:
             self.accepted.add(request.request_id)
-        known = [*text[place : place + most], *[0] * most][:most]
-        drafts = [token if self._draw.random() < self._right
-                  else (token + self._draw.randrange(1, self._vocab_size)) % self._vocab_size for token in known]
+        drafts = self.guesses([*text[place : place + most], *[0] * most][:most])
         return drafts + [0] * self._draw.choice([0, 0, 9])           # what is longer is cut
+
+    def guesses(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens, each right with the probability `right`."""
+        return [token if self._draw.random() < self._right
+                else (token + self._draw.randrange(1, self._vocab_size)) % self._vocab_size for token in tokens]
