@@ -106,7 +106,7 @@ class CallsForm:
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
 
     def misfit(self, batch: ScheduledBatch) -> int:
-        if not batch.has_drafts:
+        if not batch.context and batch.generation.num_drafts is None or not batch.has_drafts:
             return 0
         counts, _ = drafts_of(batch)
         return DRAFTS * bool(self._parts.slots.active(UNVERIFIED, batch.yielding[counts > 0]).any())
