@@ -91,10 +91,12 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                           "leave quantization out")
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
-    files = identities(model_path)                        # those that are read next, unless they are replaced meanwhile
+    kv = params.kv_cache_config
+    may_store = kv.host_cache_size > 0 or kv.disk_cache_path is not None or params.kv_transfer_config is not None
+    files = identities(model_path) if may_store else {}   # those that are read next, unless they are replaced meanwhile
     loaded = _load(model_path, params, device, attention_factory, compiled="compiled" not in absent, adapters=port,
                    part=part)
-    files = files if identities(model_path) == files else {}
+    files = files if may_store and identities(model_path) == files else {}
     sizes = _sizes(params, loaded, layout, num_slots, max_beam_width, max_draft_tokens, "graph" not in absent)
     windows, sink, spec = _windows(model_path, params, loaded.spec, sizes.max_seq_len, part)
     memory = divide_memory(params, loaded, sizes, sink, port, part)

@@ -16,7 +16,7 @@ VERSION = 1                      # of the layout of a block
 
 def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModelOptionalParams, loaded: LoadedModel,
                       windows: Sequence[int | None], num_threads: int | None, dispatch: str) -> bytes:
-    """Return a digest of the weights and of the options that change a block. Reads the checkpoint, so it takes seconds.
+    """Return a digest of config.json, the weights and the options that change a block. Reads all, so it takes seconds.
 
     files      `identities` of the checkpoint from before it was loaded
     dispatch   what computes the steps, see BackendInfo

@@ -16,6 +16,7 @@ from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from pathlib import Path
+from shutil import rmtree
 from threading import Lock
 
 from ..contained_log import log
@@ -267,7 +268,10 @@ class DirectoryStore:
                 if entry.name.startswith(TEMPORARY):
                     with suppress(OSError):
                         if abs(now - entry.stat(follow_symlinks=False).st_mtime) > SECONDS_OF_A_TEMPORARY_FILE:
-                            os.unlink(entry.path)
+                            if entry.is_dir(follow_symlinks=False):        # it had the name of a block
+                                rmtree(entry.path)
+                            else:
+                                os.unlink(entry.path)
 
 
 def _listed(folder: "os.DirEntry[str]") -> Iterator[tuple[bytes, tuple[int, float]]]:

@@ -13,7 +13,7 @@ SAMPLE_BYTES = 1 << 16
 
 
 def checkpoint_digest(model_path: str | os.PathLike[str]) -> str:
-    """Return 64 hexadecimal digits for config.json, and for the sizes, headers and samples of the weight files.
+    """Return 64 hexadecimal digits for sizes, headers and samples of config.json and the weight files.
 
     Equal for copies of a checkpoint, in any folder. Other weights of the same shapes have another digest unless they
     differ in few places. Returns "" for a path without such files, which the loader refuses with a better reason.
@@ -41,7 +41,7 @@ def weight_files(model_path: str | os.PathLike[str]) -> list[Path]:
 
 
 def identities(model_path: str | os.PathLike[str]) -> dict[Path, tuple[int, ...]]:
-    """Return device, number, size and times of each weight file: take them before the weights are read.
+    """Return device, number, size and times of config.json and each weight file: take them before these are read.
 
     Returns {} for a path without such files, and for what is no path: the loader refuses it with a better reason.
     """

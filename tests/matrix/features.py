@@ -21,9 +21,10 @@ class Feature:
     defines_output        whether the feature belongs to what a request asks for, so that the reference has it too
     needs_model           whether the scripted model cannot run it
     models                the small models with which its pairs run; empty: all
+    scripted_with         letters of the features with which its pairs run with the scripted model alone
     """
 
-    letter = name = page = ""
+    letter = name = page = scripted_with = ""
     defines_output = needs_model = False
     models: tuple[str, ...] = ()
 
@@ -319,24 +320,31 @@ class PipelineParallel(TensorParallel):
         patch.setattr(Exchange, "receive", lambda self, num_rows: receive(self, num_rows).flip(0))
 
 
-class DiskCache(Feature):
-    """Before the requests run, another engine has saved their prompts in the directory."""
+class LoadedPrompts(Feature):
+    """Blocks of prompts come from elsewhere. The blocks of the scripted model show as well whether the right ones came,
+    so that features of scheduling are paired there.
+    """
 
-    letter, name, page = "K", "disk cache", "kv-cache.md#a-prompt-cache-on-disk"
-    models = ("llama",)
-
-    def engine(self, world: "World", draw: Random) -> None:
-        world.kv |= {"enable_block_reuse": True, "disk_min_tokens": world.block}
-        world.host_blocks = max(world.host_blocks, draw.choice([12, 24]))
-        world.has_disk = True
+    models, scripted_with = ("llama",), "CRPWNAV"
 
     def request(self, ask: "Ask", world: "World", draw: Random) -> None:
         ask.prompt_length = max(ask.prompt_length, draw.choice([1, 2, 3]) * world.block + draw.choice([1, 3]))
 
     def proof(self, run: "Run") -> set[int]:
-        """The requests that waited for blocks of the directory, and began after them."""
+        """The requests that waited for blocks of the other place, and began after them."""
         begun_later = {request_id for request_id, start, _, end_before in run.chunks() if start > end_before == 0}
         return run.loaded & begun_later
+
+
+class DiskCache(LoadedPrompts):
+    """Before the requests run, another engine has saved their prompts in the directory."""
+
+    letter, name, page = "K", "disk cache", "kv-cache.md#a-prompt-cache-on-disk"
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv |= {"enable_block_reuse": True, "disk_min_tokens": world.block}
+        world.host_blocks = max(world.host_blocks, draw.choice([12, 24]))
+        world.has_disk = True
 
     def plant(self, patch: Any) -> None:
         """The contents of a load are in the wrong order."""
@@ -370,24 +378,15 @@ class Speculation(Feature):
         patch.setattr(advance, "_reject_drafts", lambda *given: None)
 
 
-class Disaggregation(Feature):
+class Disaggregation(LoadedPrompts):
     """Another engine has computed the prompts, and hands their blocks over."""
 
     letter, name, page = "D", "prompts from another engine", "kv-cache.md#prompts-computed-in-another-engine"
-    models = ("llama",)
 
     def engine(self, world: "World", draw: Random) -> None:
         world.kv |= {"enable_block_reuse": True}
         world.host_blocks = max(world.host_blocks, draw.choice([12, 24, 60]))
         world.has_contexts = True
-
-    def request(self, ask: "Ask", world: "World", draw: Random) -> None:
-        ask.prompt_length = max(ask.prompt_length, draw.choice([1, 2, 3]) * world.block + draw.choice([1, 3]))
-
-    def proof(self, run: "Run") -> set[int]:
-        """The requests that waited for blocks of the other engine, and began after them."""
-        begun_later = {request_id for request_id, start, _, end_before in run.chunks() if start > end_before == 0}
-        return run.loaded & begun_later
 
     def plant(self, patch: Any) -> None:
         """The engine that computes prompts sends the contents of other host blocks."""

@@ -36,8 +36,10 @@ def engines(tmp_path_factory):
 
 def can_run(letters: str, model: str) -> bool:
     features = [FEATURES[letter] for letter in letters]
-    return (model != SCRIPTED or not any(feature.needs_model for feature in features)) and all(
-        model in (feature.models or MODELS) or model == SCRIPTED for feature in features)
+    if model == SCRIPTED:
+        return not any(feature.needs_model for feature in features)
+    return all(model in (feature.models or MODELS) and not set(feature.scripted_with) & set(letters)
+               for feature in features)
 
 
 def skip_without_extras(letters: str, model: str) -> None:
