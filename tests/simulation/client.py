@@ -21,6 +21,7 @@ from batch_manager.responses.perf_metrics import PERF_TENSORS, PerfMetrics
 from batch_manager.responses.tensors import RESPONSE_TENSORS, TOP_TENSORS
 from tests.harness.client import Client
 
+from .beams_judged import NATURAL
 from .faults import Place
 from .history import Handed, Other, Polled, Sent
 from .rank_clients import OF_COMPARISON, heard
@@ -81,7 +82,7 @@ class SimulatedClient(Client):
         self.reused_this_turn: list[int] = []
         self.means_to_stop_the_reused = False
         self.kept: deque[tuple[list, bytes]] = deque(maxlen=3)
-        self.requests = Requests(self.swarm, rng, world.mark, world.adapters)
+        self.requests = Requests(self.swarm, rng, world.mark, world.adapters, world.transfers)
         self.failures = Counter()
         self.num_finals = 0
         self.errors: Counter[str] = Counter()
@@ -327,7 +328,8 @@ class SimulatedClient(Client):
         top = handed.top_log_probs if handed is not None else 0
         has_metrics = final and handed is not None and handed.metrics
         more = TOP_TENSORS if top else ()
-        self.world.check(names == RESPONSE_TENSORS + more + (PERF_TENSORS if has_metrics else ()),
+        last = ("context_phase_params",) if names[-1] == "context_phase_params" else ()
+        self.world.check(names == RESPONSE_TENSORS + more + (PERF_TENSORS if has_metrics else ()) + last,
                          f"I33: a response has the tensors {names}")
         output_ids, lengths, _, _, log_probs, cum_log_probs, reason = arrays[:7]
         if has_metrics:
@@ -339,6 +341,10 @@ class SimulatedClient(Client):
             beams = self._read_beams(handed, output_ids, lengths, log_probs, cum_log_probs, reason)
             return Sent(now, request_id, final, error, beams[0][0], beams[0][1], beams=beams), arrays
         row = output_ids[0, 0].tolist()
+        is_held = final and handed is not None and handed.is_context_only and int(reason[0, 0]) in NATURAL
+        self.world.check(bool(last) == is_held, "I33: context_phase_params that nobody asked for, or none")
+        if last:
+            self.world.transfers.given(arrays[-1], handed)
         self.world.check(output_ids.shape == (1, 1, lengths[0, 0]) and log_probs.shape[:2] == (1, 1),
                          "I33: a response has other shapes than it says")
         if top:

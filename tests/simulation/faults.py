@@ -23,6 +23,7 @@ class Place(Enum):
     ADAPTER = "adapter"
     DRAFTER = "drafter"
     STORE = "store"
+    TRANSFER = "transfer"
     LIFE = "life"
 
 
@@ -126,6 +127,15 @@ MENU: dict[str, Fault] = _menu(
     (Place.STORE, "slow", "the threads of the store do nothing for a while", "host blocks"),
     (Place.STORE, "other_process", "another process deletes half of the store", "host blocks"),
 
+    (Place.TRANSFER, "gone", "the engine that has the blocks cannot be reached", "host blocks"),
+    (Place.TRANSFER, "breaks", "an exchange of blocks breaks in the middle", "host blocks"),
+    (Place.TRANSFER, "raises", "a fetch raises", "host blocks"),
+    (Place.TRANSFER, "slow", "the threads of the transfers do nothing for a while", "host blocks"),
+    (Place.TRANSFER, "guessed", "a request has a ticket that nobody has given", "host blocks"),
+    (Place.TRANSFER, "used_twice", "a ticket comes again", "host blocks"),
+    (Place.TRANSFER, "another_prompt", "a request has the ticket of another prompt", "host blocks"),
+    (Place.TRANSFER, "another_model", "an engine with another model asks for blocks", "host blocks"),
+
     (Place.LIFE, "shutdown", "is asked for without draining"),
     (Place.LIFE, "twice", "is asked for again"),
     (Place.LIFE, "from_a_callback", "is asked for from inside a callback"),
@@ -134,7 +144,7 @@ MENU: dict[str, Fault] = _menu(
     (Place.LIFE, "killed", "an exception is injected into the worker"),
     (Place.LIFE, "interpreter_exit", "the interpreter comes to its end"),
 )
-assert len(MENU) == 75
+assert len(MENU) == 83
 
 ENDINGS = [name for name, fault in MENU.items() if fault.place is Place.LIFE]
 

@@ -28,7 +28,8 @@ from .oracle import Oracle
 
 CODES = {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "LORA_TASK_NOT_CACHED",
          "QUEUE_FULL", "NON_FINITE_LOGITS",
-         "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED"}
+         "INVALID_TOKEN", "OUT_OF_MEMORY", "MODEL_ERROR", "DEADLINE", "SHUTDOWN", "ENGINE_FAILED",
+         "KV_TRANSFER_FAILED"}
 FAULTY = {"INVALID_REQUEST", "TOO_LARGE_FOR_KV_CACHE"}
 BEFORE_LOOKING = {"DUPLICATE_REQUEST_ID", "SHUTDOWN", "ENGINE_FAILED"}    # given before the request is checked
 
@@ -47,6 +48,9 @@ class Handed:
     metrics    whether the request wants timings in its response
     brings     digest of the adapter that the request brings along, in hexadecimal digits
     mark       what the adapter adds to the hash of each token; 0 without an adapter
+    salt       the cache_salt
+    is_context_only   whether another engine goes on with its blocks
+    may_fail_to_load   whether it may end with KV_TRANSFER_FAILED
     """
 
     time: float
@@ -76,6 +80,9 @@ class Handed:
     lora_task_id: int | None = None
     brings: str = ""
     mark: int = 0
+    salt: str | None = None
+    is_context_only: bool = False
+    may_fail_to_load: bool = False
 
     @property
     def end_ids(self) -> set[int]:
@@ -200,6 +207,8 @@ class HistoryChecker:
             else:
                 self._wrong(sent, "I6", f"request {sent.request_id} has a double only it can see")
         one = waiting[place]
+        if sent.code == "KV_TRANSFER_FAILED" and not one.handed.may_fail_to_load:
+            self._wrong(sent, "I4", f"request {sent.request_id} ended with {sent.error}")
         self._judge_refusal(sent, one.handed)
         if not sent.error and sent.tokens is not None:
             self._judge_output(sent, one)

@@ -8,7 +8,7 @@ The index is the engine's table of cached blocks.
     I12  shared blocks are full                      I16  a block is found in its own domain only
     I36  drafts enter a step alone, take no cached block and are gone after it
     I17  without live requests no block is held      C23  nothing is left of ended requests
-    I35  the events of the cache, replayed, are the index   I36  the store's traffic, see store.py
+    I35  the events of the cache, replayed, are the index   I36  the traffic with others, see traffic.py
 """
 
 from collections.abc import Iterator
@@ -171,8 +171,8 @@ def plan_faults(world: "SimulatedWorld", active: list, inflight: frozenset, plan
     yield from world.first_in_line.planned(active, inflight, plan)
     arrivals = world.arrivals
     for ahead, behind in zip(active, active[1:]):
-        if ahead.adapter is not None or behind.adapter is not None or world.store is not None and (
-                {ahead.request_id, behind.request_id} & world.store.loading):
+        if ahead.adapter is not None or behind.adapter is not None or world.traffic is not None and (
+                {ahead.request_id, behind.request_id} & world.traffic.loading):
             continue                                               # it may have waited for its adapter or blocks
         if (-ahead.priority, arrivals[ahead.request_id]) > (-behind.priority, arrivals[behind.request_id]):
             yield f"I24: {ahead} stands ahead of {behind}, which came first"

@@ -57,6 +57,9 @@ MARKERS = (
     # a store
     "blocks come from the store", "an idle engine saves", "a load is not waited for", "one load for two",
     "stopped or timed out while loading",
+    # other engines
+    "a context is held", "a ticket lapses", "a ticket makes room", "another engine takes blocks",
+    "blocks come from another engine", "a transfer falls back", "fails with its transfer",
     # adapters
     "an adapter runs", "an adapter is not in the cache", "an adapter is forgotten while it is in use",
 )
@@ -68,7 +71,9 @@ NEEDS = {
                      "a request with drafts is paused", "drafts and a context in one step"), "drafts"),
     "beams find a prompt in the cache": "reuse", "an adapter runs": "adapters",
     **dict.fromkeys(("blocks come from the store", "an idle engine saves", "a load is not waited for",
-                     "one load for two", "stopped or timed out while loading"), "host blocks"),
+                     "one load for two", "stopped or timed out while loading", "a context is held", "a ticket lapses",
+                     "a ticket makes room", "another engine takes blocks", "blocks come from another engine",
+                     "a transfer falls back", "fails with its transfer"), "host blocks"),
     "an adapter is not in the cache": "adapters", "an adapter is forgotten while it is in use": "adapters",
 }
 KNOWN = frozenset(MARKERS)

@@ -12,6 +12,7 @@ from .adapters import Adapters
 from .history import Handed
 from .oracle import Oracle
 from .swarm import TEN_YEARS_S, Swarm
+from .transfers import SimulatedTransfers
 
 
 class Nameless:
@@ -21,8 +22,9 @@ class Nameless:
 class Requests:
     """Generates random items and their expected results, by the probabilities of a swarm."""
 
-    def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None], adapters: Adapters) -> None:
-        self.adapters = adapters
+    def __init__(self, swarm: Swarm, rng: Random, mark: Callable[[str], None], adapters: Adapters,
+                 transfers: SimulatedTransfers | None) -> None:
+        self.adapters, self.transfers = adapters, transfers
         self.swarm, self.rng, self._mark = swarm, rng, mark
         self._wishes = Random(f"wishes {swarm.seed}")
         self._oracle = Oracle(vocab_size=swarm.vocab_size, key=swarm.seed, window=swarm.window, sink=swarm.sinks)
@@ -52,6 +54,9 @@ class Requests:
         if self._wishes.random() < traffic.beams:
             width, length, output = self._with_beams(length, output)
             prompt = prompt[:length]
+        transfer = None if self.transfers is None else self.transfers.wish(prompt, width)
+        if transfer is not None and transfer.prompt and width == 1:
+            prompt = list(transfer.prompt)
 
         tensors: dict[str, Any] = {"input_ids": np.array(prompt) if die() < 0.2 else prompt,
                                    "request_output_len": output}
@@ -85,6 +90,9 @@ class Requests:
             options["priority"] = rng.choice([0.0, 0.25, 0.75, 1.0])
         if die() < traffic.salted:
             options["cache_salt"] = rng.choice(["a", "b"])
+        if transfer is not None:
+            transfer.ask(tensors, options, handed)
+        handed.salt = options.get("cache_salt")
         if swarm.drafts and request_id % 7 == 3:
             options["speculation"] = False
         if request_id % 5 == 2:
@@ -94,8 +102,8 @@ class Requests:
             self._ask_for_beams(tensors, handed, width)
         if self._wishes.random() < traffic.words:
             self._ask_for_words(tensors, handed)
-        handed.must = self._refusal(len(prompt), output, width)
-        if traffic.adapted and self._wishes.random() < traffic.adapted:
+        handed.must = self._refusal(len(prompt), handed.max_new_tokens, width)
+        if transfer is None and traffic.adapted and self._wishes.random() < traffic.adapted:
             self.adapters.ask(tensors, handed)
             if handed.brings and not handed.must:
                 handed.must = None                                 # the id may name other content by then

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
+from batch_manager.config import KvTransferConfig
 from batch_manager.names import ContextChunkingPolicy, SchedulerPolicy, TrtGptModelType
 from batch_manager.testing.scripted_backend import ADAPTER_MODULES
 
@@ -28,6 +29,7 @@ class Traffic:
     beams            probability that a request has several beams
     words            probability that a request has stop words, or rules that forbid tokens
     adapted          probability that a request has an adapter
+    handed           probability that a request is for another engine, or goes on with the blocks of one
     """
 
     arrival: float
@@ -48,6 +50,7 @@ class Traffic:
     beams: float = 0.0
     words: float = 0.0
     adapted: float = 0.0
+    handed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Swarm:
                  of several stages do
     rank_callbacks   whether every rank has callbacks
     stored_blocks, stored_tokens   blocks that the store holds, and fewest tokens of a load; 0 blocks: there is no store
+    transfers    None: no prompts for or from other engines
     faults       names of the faults of faults.py that may happen
     fault_rate   probability of a fault at each point where one can happen
     endings      (iteration, name) of each event that ends the run, such as a drain
@@ -110,6 +114,7 @@ class Swarm:
     drafts_right: float = 0.0
     stored_blocks: int = 0
     stored_tokens: int = 1
+    transfers: KvTransferConfig | None = None
 
     @property
     def is_static(self) -> bool:
@@ -178,7 +183,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if iterations is None:
         iterations = iterations_drawn
     possible = [fault for fault in MENU.values() if is_possible(fault, features, reuse=reuse)
-                and fault.place not in (Place.ADAPTER, Place.DRAFTER, Place.STORE)]
+                and fault.place not in (Place.ADAPTER, Place.DRAFTER, Place.STORE, Place.TRANSFER)]
     share = rng.choice([0.0, 0.15, 0.4, 0.8])
     faults = tuple(fault.name for fault in possible
                    if fault.place not in (Place.LIFE, Place.RANK, Place.INPUTS) and rng.random() < share)
@@ -212,16 +217,28 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
     if drafts:
         faults += tuple(fault.name for fault in menu_of(Place.DRAFTER) if draft_rng.random() < 0.4)
     store_rng, stored_blocks, stored_tokens = Random(f"store {seed}"), 0, 1
-    if host_blocks and ranks == 1 and store_rng.random() < 0.7:
-        stored_blocks, host_blocks = store_rng.choice([3, 20, 400]), store_rng.choice([4, 10, 20])
+    transfer_rng, transfers = Random(f"transfers {seed}"), None
+    has_store = host_blocks and ranks == 1 and store_rng.random() < 0.7
+    has_transfers = reuse and "host blocks" in features and ranks == 1 and transfer_rng.random() < 0.8
+    if has_store or has_transfers:
+        host_blocks = store_rng.choice([4, 10, 20])
         if store_rng.random() < 0.7:                   # prompts come back after their blocks are evicted
             tokens_per_block = store_rng.choice([1, 2, 4])
             num_blocks = min(-(-max_seq_len // tokens_per_block) + store_rng.choice([0, 1, 8]), 512)
-            host_blocks, max_num_tokens = store_rng.choice([4, 10, 20]), max(max_num_tokens, tokens_per_block)
+            max_num_tokens = max(max_num_tokens, tokens_per_block)
             traffic = replace(traffic, prompt=max_seq_len - 1, output=min(traffic.output, 6), shares_prefix=0.9,
                               arrival=max(traffic.arrival, 0.2), salted=0.0, beams=min(traffic.beams, 0.2))
+    if has_store:
+        stored_blocks = store_rng.choice([3, 20, 400])
         stored_tokens = tokens_per_block * store_rng.choice([1, 1, 1, 2])
         faults += tuple(fault.name for fault in menu_of(Place.STORE) if store_rng.random() < 0.6)
+    if has_transfers:
+        transfers = KvTransferConfig(
+            load_failure_policy=transfer_rng.choice(["recompute", "recompute", "fail"]),
+            held_blocks_fraction=transfer_rng.choice([0.2, 0.5, 1.0]), timeout_s=transfer_rng.choice([0.2, 2, 60]),
+            load_timeout_s=transfer_rng.choice([0.2, 2, 5]))
+        traffic = replace(traffic, handed=transfer_rng.choice([0.2, 0.5, 0.9]))
+        faults += tuple(fault.name for fault in menu_of(Place.TRANSFER) if transfer_rng.random() < 0.6)
     return Swarm(
         seed=seed,
         iterations=iterations,
@@ -264,7 +281,8 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         drafts=drafts,
         drafts_right=draft_rng.choice([0.0, 0.5, 0.8, 0.95, 1.0]),
         stored_blocks=stored_blocks,
-        stored_tokens=stored_tokens)
+        stored_tokens=stored_tokens,
+        transfers=transfers)
 
 
 def _adapters(rng: Random, features: Collection[str], static: bool) -> tuple[int, int, int, float]:

@@ -25,6 +25,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
     yield "reuse", "off" if not swarm.reuse else "with salts" if traffic.salted else "on"
     yield "host blocks", str(swarm.host_blocks)
     yield "store", str(swarm.stored_blocks or "none")
+    yield "other engines", "none" if swarm.transfers is None else swarm.transfers.load_failure_policy
     yield "window", "none" if swarm.window is None else "with sinks" if swarm.sinks else "without sinks"
     yield "adapters", "none" if not swarm.adapters else f"{swarm.adapters} in {swarm.adapter_pages} pages"
     yield "drafts", "none" if not swarm.drafts else f"{swarm.drafts}, {swarm.drafts_right:.0%} right"

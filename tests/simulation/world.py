@@ -48,6 +48,8 @@ from .markers import Markers
 from .rank_clients import RankClient
 from .store import SimulatedStore
 from .swarm import TERMINATE_ID, Swarm
+from .traffic import Traffic
+from .transfers import SimulatedTransfers
 
 STEP_S, IDLE_S = 0.02, 0.0048
 MOST_IDLE_TURNS = 400                 # in a row, while requests are unanswered; a back-off lasts 21 of them
@@ -100,6 +102,7 @@ class SimulatedWorld:
         self.history = HistoryChecker(scripted_oracle(model), swarm.max_seq_len, swarm.is_static)
         self.adapters = Adapters(self)
         self.store = SimulatedStore(self) if swarm.stored_blocks else None
+        self.transfers = SimulatedTransfers(self) if swarm.transfers is not None else None
         self.client = SimulatedClient(self, Random(f"client {swarm.seed}"))
         self.device = (SimulatedDevice if swarm.ranks == 1 else SimulatedRank0)(
             faults=self.faults, owner_of=lambda slot: self.loop.kv.sequences.owners[slot],
@@ -161,7 +164,8 @@ class SimulatedWorld:
             max_queued_tokens=swarm.max_queued_tokens, max_bytes_in_flight=swarm.max_bytes_in_flight,
             max_admissions_per_iteration=swarm.max_admissions, flush_stats_when_idle=swarm.flush_stats,
             speculative_config=SpeculativeConfig("custom", swarm.drafts) if swarm.drafts else None,
-            peft_cache_config=PeftCacheConfig(host_cache_size=swarm.adapter_bytes) if swarm.adapters else None)
+            peft_cache_config=PeftCacheConfig(host_cache_size=swarm.adapter_bytes) if swarm.adapters else None,
+            kv_transfer_config=swarm.transfers)
         reject = loop._resources.reject_drafts
 
         def watched_reject(requests, num_rejected):
@@ -171,8 +175,7 @@ class SimulatedWorld:
         loop._resources.reject_drafts = watched_reject
         if swarm.adapters:
             self.adapters.watch(loop)
-        if self.store is not None:
-            self.store.watch(loop.stored)
+        self.traffic = None if loop.stored is None else Traffic(self, loop.stored)
         fetched = loop.callbacks.fetched
         fetched.read_next = client.noting(fetched.read_next)
         loop.scheduler = WatchedScheduler(self, loop.scheduler)
@@ -193,8 +196,9 @@ class SimulatedWorld:
         result.hits, result.markers = self.faults.hits + self.adapters.faults.hits, self.markers.counts
         if self.drafter is not None:
             result.hits += self.drafter.faults.hits
-        if self.store is not None:
-            result.hits += self.store.faults.hits
+        for part in (self.store, self.transfers):
+            if part is not None:
+                result.hits += part.faults.hits
         result.requests, result.finals = self.history.num_handed, self.client.num_finals
         return result
 
@@ -211,8 +215,8 @@ class SimulatedWorld:
         if back_off and callbacks.failures["get"] == asked_before:
             self.mark("get is left alone after a failure")
         self.check(self.client.not_told == 0, "I31: an iteration without after_responses behind its responses")
-        if self.store is not None:
-            for fault in self.store.violations(began_at):
+        if self.traffic is not None:
+            for fault in self.traffic.violations(began_at):
                 self.check(False, fault)
         self._look(is_busy)
         return is_busy
@@ -223,8 +227,8 @@ class SimulatedWorld:
             self._end(self._endings.pop(0)[1])
         if self.swarm.adapters:
             self.adapters.move()
-        if self.store is not None:
-            self.store.move()
+        if self.traffic is not None:
+            self.traffic.move()
         name = self.faults.draw(Place.CLOCK)
         if name is not None:
             self.faults.hit(name)
@@ -389,7 +393,7 @@ class SimulatedWorld:
 
     def _check_waiting(self) -> None:
         """Check I24: the oldest request has not waited longer than the work before it takes."""
-        if self.store is not None:
+        if self.traffic is not None:
             for request_id in self.loop.stored.request_ids & self._begun.keys():
                 begun, ahead, own = self._begun[request_id]
                 self._begun[request_id] = begun + 1, ahead, own
@@ -526,7 +530,7 @@ class SimulatedWorld:
         swarm, queue = self.swarm, self.loop.intake.waiting.queue
         tokens = sum(admitted.request.prompt_len for admitted in queue)
         prompt = len(self.history.open[sent.request_id][0].handed.prompt)
-        if swarm.adapters or self.store is not None and self.loop.stored:
+        if swarm.adapters or self.loop.stored:
             return                               # others wait elsewhere, or the host cache is full of adapters in use
         self.check(len(queue) >= swarm.max_queued_requests or tokens + prompt > swarm.max_queued_tokens
                    or swarm.max_bytes_in_flight < 10**6, f"C20: {sent.error}, with {len(queue)} waiting")
