@@ -44,6 +44,14 @@ DIVISIONS = {
     "EQUAL_PROGRESS": equal_progress,
     "FORCE_CHUNK": force_chunk,
 }
+# State of a request whose blocks come from or go to another engine -> the state here with the same right to run. In the
+# records, such a request is with the schedulers; here it waits in the intake, or has ended.
+TRANSFER_STATES = {
+    "DISAGG_GENERATION_INIT": "CONTEXT_INIT",                  # for capacity; it computes nothing, see micro_batch_step
+    "DISAGG_GENERATION_TRANS_IN_PROGRESS": "UNKNOWN", "DISAGG_TRANS_ERROR": "UNKNOWN",
+    "DISAGG_CONTEXT_INIT_AND_TRANS": "CONTEXT_INIT", "DISAGG_GENERATION_TRANS_COMPLETE": "GENERATION_IN_PROGRESS",
+    "DISAGG_CONTEXT_TRANS_IN_PROGRESS": "GENERATION_COMPLETE", "DISAGG_CONTEXT_COMPLETE": "GENERATION_COMPLETE",
+}
 UNBOUNDED = sys.maxsize
 MOST_BEAMS = 16
 MOST_DRAFTS = 1000
@@ -63,7 +71,8 @@ def make_request(record: dict, pages: int = 1) -> LlmRequest:
                          cache_salt=record.get("cache_salt"), token_extra_ids=record.get("token_extra_ids"),
                          retention=make_retention(record.get("retention")))
     request.seq_slot = request.request_id
-    request.state = LlmRequestState[record.get("state", "CONTEXT_INIT")]
+    state = record.get("state", "CONTEXT_INIT")
+    request.state = LlmRequestState[TRANSFER_STATES.get(state, state)]
     request.context_position = request.prompt_len if request.is_generating else record.get("context_position", 0)
     request.context_read = request.context_position
     for beam in request.tokens:
@@ -259,7 +268,7 @@ def micro_batch_step(config: dict, requests: list[dict], inflight: list[int]) ->
     With EQUAL_PROGRESS, the first chunk in a record includes the reused tokens. The first chunk of the engine's
     scheduler does not, so this function adds their number.
     """
-    made = [make_request(record) for record in requests]
+    made = [make_request(record) for record in requests if record.get("state") != "DISAGG_GENERATION_INIT"]
     credits = {record["id"]: record.get("estimated_reusable_tokens", 0) for record in requests}
     scheduler = make_micro_batch_scheduler(config, lambda request: credits[request.request_id])
     contexts, generation, *sizes = scheduler.schedule(made, set(inflight))

@@ -112,3 +112,21 @@ def compare(where: str, expected: dict, found: dict) -> list[str]:
 
 def drop(mapping: dict, key: str) -> dict:
     return {name: value for name, value in mapping.items() if name != key}
+
+
+@pytest.mark.parametrize("state, fits, runs", [
+    ("DISAGG_GENERATION_INIT", True, None), ("DISAGG_GENERATION_TRANS_IN_PROGRESS", False, None),
+    ("DISAGG_CONTEXT_INIT_AND_TRANS", True, "ctx"), ("DISAGG_GENERATION_TRANS_COMPLETE", True, "gen"),
+    ("DISAGG_CONTEXT_TRANS_IN_PROGRESS", False, None), ("DISAGG_CONTEXT_COMPLETE", False, None),
+    ("DISAGG_TRANS_ERROR", False, None)])
+def test_states_of_transfers_are_read(adapter, state, fits, runs):
+    """A request that waits for blocks takes room in the pool and runs in no step; one that sends them has ended."""
+    made = [{"id": 0, "prompt_len": 10, "max_new_tokens": 10, "state": state, "generated": 0},
+            {"id": 1, "prompt_len": 10, "max_new_tokens": 10}]
+    for policy in ("MAX_UTILIZATION", "GUARANTEED_NO_EVICT"):
+        found = adapter.capacity_step({"capacity_policy": policy, "max_num_requests": 4, "free_blocks": 10,
+                                       "blocks_per_request": 5}, made)
+        assert found == {"fitting": [0, 1] if fits else [1], "paused": []}
+    step = adapter.micro_batch_step({"max_batch_size": 4}, made, [])
+    assert [id for id, _ in step["ctx"]] == ([0, 1] if runs == "ctx" else [1])
+    assert step["gen"] == ([0] if runs == "gen" else [])
