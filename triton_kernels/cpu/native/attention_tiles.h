@@ -79,6 +79,7 @@ static void pair_values(AttentionTiles *a, const Keys *found, int64_t size) {
 #if defined(HAS_TILES)
 static void score_by_amx(AttentionTiles *a, const Piece *piece, int groups, int64_t size) {
     const char *keys = piece->keys;
+    finish_stores(a);
     for (int64_t t = 0; t < piece->tokens; t += TILE_ROWS) {
         for (int64_t at = 0; at < TILE_ROWS * size * 2; at += LINE_BYTES)
             prefetch_soon(piece->values + t * size * 2 + at);
@@ -99,6 +100,7 @@ static void score_by_amx(AttentionTiles *a, const Piece *piece, int groups, int6
 }
 
 static void add_by_amx(AttentionTiles *a, int groups, int64_t size, int64_t tokens) {
+    finish_stores(a);
     for (int64_t i = 0; i < size / 16; i++) {
         _tile_loadd(0, a->sums[0] + i * 16, sizeof a->sums[0]);
         if (groups > 1) _tile_loadd(1, a->sums[TILE_ROWS] + i * 16, sizeof a->sums[0]);

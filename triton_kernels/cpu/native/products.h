@@ -179,6 +179,7 @@ INLINE void tiles(const Matrix *m, const uint16_t *x, int64_t stride, const Targ
 static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride, int64_t rows, const Target *t,
                               int64_t first, int64_t end) {
     int shaped = -1;
+    finish_stores(x);
     for (int64_t row = 0; row < rows; row += 32) {
         int count = rows - row < 32 ? (int)(rows - row) : 32, upper = count < 16 ? count : 16, lower = count - upper;
         uint8_t up = (uint8_t)upper, low = (uint8_t)(lower ? lower : 1);
