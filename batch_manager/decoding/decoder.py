@@ -1,6 +1,7 @@
 """The decoder: applies the stages to logits, samples tokens and collects the values that requests asked for."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from ..handover import END_ID, NOT_FINISHED, SlotSetup
 from ..sampling_config import PARAMETERS
 from ..triton_kernels import dispatch
+from ..triton_kernels.cpu.native.library import Library
 from ..triton_kernels.sample_scratch import BUCKETS
 from .acceptance import RatioRows, decided_by_ratio, offsets_of
 from .beam_sampling import BeamRows, SampledBeams, find_candidates, to_log_probs
@@ -57,11 +59,14 @@ class GptDecoder:
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
-                    of rows, and the decoder therefore processes each row and the beams of each sequence separately.
-                    Triton's kernels and a plain argmax process rows independently in any case
+                    of rows. The decoder therefore applies stages, reports and tests by ratios row by row, and
+                    processes the beams of each sequence separately; so it samples without `native`. The compiled
+                    library, Triton's kernels and a plain argmax process rows independently in any case
+    native          the library of compiled steps, which then computes the probabilities of sampled tokens; None: torch
     """
 
-    def __init__(self, state: SlotState, own_stages: Sequence[LogitsStage] = (), deterministic: bool = False) -> None:
+    def __init__(self, state: SlotState, own_stages: Sequence[LogitsStage] = (), deterministic: bool = False,
+                 native: Library | None = None) -> None:
         self.state, device = state, state.device
         state.add_columns(SAMPLED_BY)
         self._post_processors = LogitsPostProcessors(state.send)
@@ -71,8 +76,11 @@ class GptDecoder:
         self._more_end_ids = MoreEndIds(self.state)
         self._stop_words = StopWords(self.state)
         self._sample_token = dispatch.kernel("sample_token", device)
+        if native is not None:
+            self._sample_token = partial(self._sample_token, native=native)
         self._samples_any_dtype = dispatch.use_triton(device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
+        self._singly = STAGES | REPORTED | (0 if native else SAMPLES | LOG_PROBS)   # what `_one_by_one` is needed for
         self._all_greedy: dict[str, Any] = {}
         self._beam_kernel = dispatch.kernel("beam_topk", device)
 
@@ -120,7 +128,7 @@ class GptDecoder:
             logits = beam_rows.single_logits(logits)
             logits_rows = LogitsRows(beam_rows.singles, self.state, self.history)
         if (self._one_by_one and len(logits_rows) > 1
-                and logits_rows.features & (STAGES | SAMPLES | LOG_PROBS | REPORTED)):
+                and (ratio is not None or logits_rows.features & self._singly)):
             sampled = self._sample_one_by_one(logits, logits_rows, raw, ratio)
         else:
             sampled = self._stage_and_sample(logits, logits_rows, raw, ratio)

@@ -23,7 +23,7 @@ from ..handover import AdapterLoad
 from ..models.loading import LoadedModel, load_model, read_spec
 from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
-from ..triton_kernels.cpu.native.library import hold_helpers, release_helpers
+from ..triton_kernels.cpu.native.library import Library, hold_helpers, loaded_library, release_helpers
 from ..triton_kernels.dispatch import use_triton
 from ..weights.digest import identities
 from . import packing
@@ -121,7 +121,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                 num_threads = torch.get_num_threads()               # fixed: the bits may depend on it
             parts = make_parts(loaded, attention, pool, host_pool, stream, stages, num_slots=num_slots,
                                max_beam_width=max_beam_width, max_seq_len=sizes.max_seq_len, num_threads=num_threads,
-                               is_engine_thread=is_engine_thread, adapters=port, max_draft_tokens=max_draft_tokens)
+                               is_engine_thread=is_engine_thread, adapters=port, max_draft_tokens=max_draft_tokens,
+                               native=loaded_library() if "compiled" not in absent else None)
             made.append(parts)
             handlers = block_operations(pool, host_pool)
             if port is not None:
@@ -147,15 +148,19 @@ def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, ho
                stream: torch.Stream | None = None, own_stages: Sequence[LogitsStage] = (), *, num_slots: int,
                max_beam_width: int = 1, max_seq_len: int, num_threads: int | None = None,
                is_engine_thread: Callable[..., bool] = lambda thread: False, adapters: LoraPort | None = None,
-               max_draft_tokens: int = 0) -> DeviceParts:
-    """Return the parts of an engine, which see DeviceParts for the arguments. Uses the current stream."""
+               max_draft_tokens: int = 0, native: Library | None = None) -> DeviceParts:
+    """Return the parts of an engine, which see DeviceParts for the arguments. Uses the current stream.
+
+    native   see GptDecoder
+    """
     device, max_blocks, uploads = loaded.device, -(-max_seq_len // pool.shape[4]), Uploads(loaded.device)
     binds = can_bind(attention)                           # steps are padded with one extra slot
     slots = SlotState(num_slots + binds, device, uploads.send, max_draft_tokens)
     return DeviceParts(
         device=device, stream=stream, uploads=uploads, readbacks=Readbacks(device), pool=pool, host_pool=host_pool,
         tables=BlockTables(num_slots, max_blocks, (num_slots * max_beam_width, max_blocks) if binds else None),
-        slots=slots, decoder=GptDecoder(slots, own_stages, deterministic=loaded.deterministic), attention=attention,
+        slots=slots, attention=attention,
+        decoder=GptDecoder(slots, own_stages, deterministic=loaded.deterministic, native=native),
         threads=step_threads(device, num_threads, is_engine_thread), num_threads=num_threads, num_slots=num_slots,
         max_beam_width=max_beam_width, max_seq_len=max_seq_len, vocab_size=loaded.spec.vocab_size,
         tokens_per_block=pool.shape[4], adapters=adapters)

@@ -3,6 +3,8 @@
 The tests use two threads.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
+from batch_manager.triton_kernels.cpu.native.library import load_library
 
 VOCAB, ROWS = 40_000, 32             # large enough that torch splits the sum of one row, but not of 32, among threads
 SETUPS = [SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=1), return_log_probs=True),
@@ -34,9 +37,9 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def together_and_alone(deterministic):
-    decoder = GptDecoder(SlotState(ROWS, torch.device("cpu")), deterministic=deterministic)
-    decoder.set_up(enumerate(SETUPS))
+def together_and_alone(deterministic, native=None, setups=SETUPS):
+    decoder = GptDecoder(SlotState(ROWS, torch.device("cpu")), deterministic=deterministic, native=native)
+    decoder.set_up(enumerate(setups))
     logits = 3 * torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(0))
 
     def sample(slots):
@@ -48,8 +51,9 @@ def together_and_alone(deterministic):
     return sample(range(ROWS)), [sample([slot]) for slot in range(ROWS)]
 
 
-def test_rows_are_sampled_as_if_each_were_the_step(two_threads):
-    together, alone = together_and_alone(deterministic=True)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_rows_are_sampled_as_if_each_were_the_step(two_threads, is_compiled):
+    together, alone = together_and_alone(deterministic=True, native=load_library() if is_compiled else None)
     assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
     assert together.finite.all() and together.finish.shape == (ROWS,)
     assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
@@ -60,6 +64,17 @@ def test_rows_are_sampled_as_if_each_were_the_step(two_threads):
         expected = alone[slot].top.by_slot({name: tensor.numpy() for name, tensor in alone[slot].tensors().items()})
         assert np.array_equal(found.ids, expected[slot].ids)
         assert np.array_equal(found.log_probs, expected[slot].log_probs)
+
+
+def test_compiled_code_samples_rows_at_once_as_if_each_were_the_step(two_threads, monkeypatch):
+    """So it needs no option, and rows of a step take no calls of their own."""
+    monkeypatch.setattr(GptDecoder, "_sample_one_by_one", None)
+    setups = [replace(setup, top_log_probs=0, raw_log_probs=False, sampling=SamplingConfig(random_seed=row)
+                      if setup.history is not None else setup.sampling) for row, setup in enumerate(SETUPS)]
+    for deterministic in (False, True):
+        together, alone = together_and_alone(deterministic, load_library(), setups)
+        assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
+        assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
 
 
 def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):

@@ -24,33 +24,39 @@ def random_logits(rows, vocab, spread, seed=0):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+@pytest.fixture(params=[False, True], ids=["torch", "compiled"])
+def native(request):
+    return load_library() if request.param else None
+
+
 def oracle(logits, knobs, min_p=None):
     return sample_token(logits, *map(torch.from_numpy, knobs), min_p=None if min_p is None else torch.from_numpy(min_p))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 257, 3000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
-def test_every_way_of_drawing_agrees_with_the_oracle(vocab, spread):
+def test_every_way_of_drawing_agrees_with_the_oracle(vocab, spread, native):
     rows = 4 * len(KNOBS)
     logits = random_logits(rows, vocab, spread)
     knobs = arrays(KNOBS * 4, range(rows), range(7, rows + 7))
     tokens, log_probs, finite = oracle(logits, knobs)
     assert finite.all()
-    assert sample(logits, *knobs).tolist() == tokens.tolist()
-    torch.testing.assert_close(chosen_log_probs(logits, tokens, torch.from_numpy(knobs[0])), log_probs,
+    assert sample(logits, *knobs, None, native).tolist() == tokens.tolist()
+    torch.testing.assert_close(chosen_log_probs(logits, tokens, torch.from_numpy(knobs[0]), native), log_probs,
                                rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 257, 3000])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
-def test_min_p_beside_every_way_of_drawing_agrees_with_the_oracle(vocab, spread):
+def test_min_p_beside_every_way_of_drawing_agrees_with_the_oracle(vocab, spread, native):
     rows = 8 * len(KNOBS)
     logits = random_logits(rows, vocab, spread)
     knobs = arrays(KNOBS * 8, range(rows), range(7, rows + 7))
     min_p = np.repeat(np.array([0, 1e-30, 0.003, 0.02, 0.1, 0.5, 0.97, 1], np.float32), len(KNOBS))
     tokens = oracle(logits, knobs, min_p)[0].tolist()
-    assert sample(logits, *knobs, min_p).tolist() == tokens
-    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in (*knobs, min_p)))) for i in range(rows)]
+    assert sample(logits, *knobs, min_p, native).tolist() == tokens
+    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in (*knobs, min_p)), native))
+             for i in range(rows)]
     assert alone == tokens
 
 
@@ -62,12 +68,12 @@ def test_ties_at_a_boundary_are_kept_as_the_oracle_keeps_them(vocab):
     assert sample(logits, *knobs).tolist() == oracle(logits, knobs)[0].tolist()
 
 
-def test_forbidden_tokens_are_never_drawn():
+def test_forbidden_tokens_are_never_drawn(native):
     rows = 4 * len(KNOBS)
     logits = random_logits(rows, 500, 2.0)
     logits[:, 3:] = logits[:, 3:].masked_fill(torch.rand(rows, 497) < 0.99, -torch.inf)
     knobs = arrays(KNOBS * 4, range(rows), [3] * rows)
-    tokens = sample(logits, *knobs)
+    tokens = sample(logits, *knobs, None, native)
     assert tokens.tolist() == oracle(logits, knobs)[0].tolist()
     assert logits.gather(1, tokens[:, None]).isfinite().all()
 
@@ -120,14 +126,14 @@ def test_close_distributions_give_the_same_token_with_the_same_seed():
     assert (p * q).sum() < 0.2 and same > (1 - distance) / (1 + distance)
 
 
-def test_a_sample_does_not_depend_on_the_other_rows():
+def test_a_sample_does_not_depend_on_the_other_rows(native):
     rows = len(KNOBS)
     logits = random_logits(rows, 1000, 2.0)
     knobs = arrays(KNOBS, range(rows), range(rows))
-    together = sample(logits, *knobs).tolist()
-    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in knobs))) for i in range(rows)]
+    together = sample(logits, *knobs, None, native).tolist()
+    alone = [int(sample(logits[i:i + 1], *(column[i:i + 1] for column in knobs), None, native)) for i in range(rows)]
     order = np.random.default_rng(0).permutation(rows)
-    shuffled = sample(logits[order], *(column[order] for column in knobs)).tolist()
+    shuffled = sample(logits[order], *(column[order] for column in knobs), None, native).tolist()
     assert together == alone and [together[i] for i in order] == shuffled
 
 

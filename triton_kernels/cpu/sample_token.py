@@ -11,10 +11,12 @@ block with the largest maximum, and the K largest logits are in the K blocks wit
                    is a larger k, a flatter distribution, or ties at the boundary
 
 Min-p is a lower bound on logits that is known in advance. It is applied in all of these cases. A log-prob takes a pass
-over the row, so it is computed only for rows that need it. The result of a row depends on that row alone.
+over the row, so it is computed only for rows that need it. The result of a row depends on that row alone: with the
+compiled library bit by bit, without it except for the rounding of torch's sums.
 """
 
 import sys
+from math import log, nan
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ import torch
 from ..reference.philox import BLOCKS, TOKENS
 from ..reference.sample_token import record_tokens
 from .logit_blocks import BLOCK, OFFSETS, block_maxima, block_sums, ids_of, largest
-from .native.library import loaded_library
+from .native.library import Library, loaded_library
 
 CANDIDATES = 64
 LARGEST_INVERSE = 1e38     # limit of an inverse temperature, because 0 * inf is NaN
@@ -37,8 +39,11 @@ LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)      # halves of a 6
 
 def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None, log_probs=None, finite=None,
                  min_p=None, wants_log_prob=None, only_greedy=False, slots=None, end_id=None, finish=None,
-                 last_tokens=None, counts=None):
-    """Sample one token per row. Returns (tokens, log_probs, finite). See triton_kernels/sample_token.py for shapes."""
+                 last_tokens=None, counts=None, native: Library | None = None):
+    """Sample one token per row. Returns (tokens, log_probs, finite). See triton_kernels/sample_token.py for shapes.
+
+    native   the compiled library, which then computes the probabilities; None: torch does
+    """
     if slots is not None:
         temperature, top_k, top_p, seed = temperature[slots], top_k[slots], top_p[slots], seed[slots]
         min_p = None if min_p is None else min_p[slots]
@@ -53,13 +58,13 @@ def sample_token(logits, temperature, top_k, top_p, seed, position, tokens=None,
             # A view if all rows are sampled, because rows of logits are large.
             rows = slice(None) if samples.all() else samples.nonzero()[0]
             chosen[rows] = sample(logits[rows], temperature.numpy()[rows], k[rows], p[rows], seed.numpy()[rows],
-                                  position.numpy()[rows], None if min_p is None else min_p.numpy()[rows])
+                                  position.numpy()[rows], None if min_p is None else min_p.numpy()[rows], native)
     all_finite = np.count_nonzero(is_finite.numpy()) == len(chosen)
     if not all_finite:
         chosen.masked_fill_(~is_finite, 0)
     # If no row needs a log-prob, the values are arbitrary: reuse the maxima.
     is_active = wants_log_prob is None or np.count_nonzero(wants_log_prob.numpy())
-    chosen_log_prob = _log_probs(logits, chosen, temperature, wants_log_prob) if is_active else maxima
+    chosen_log_prob = _log_probs(logits, chosen, temperature, wants_log_prob, native) if is_active else maxima
     if not all_finite:
         chosen_log_prob.masked_fill_(~is_finite, torch.nan)
     if finish is not None or last_tokens is not None:
@@ -79,16 +84,17 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sample(logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, seed: np.ndarray,
-           position: np.ndarray, min_p: np.ndarray | None = None) -> torch.Tensor:
+           position: np.ndarray, min_p: np.ndarray | None = None, native: Library | None = None) -> torch.Tensor:
     """Sample one token per row. Returns [r] int64.
 
     Shapes   logits [r, vocab] float32; the other arguments [r]. min_p None: no min-p
+    native   see `sample_token`
     Needs    no row is greedy, and all rows have a finite maximum
     """
     min_p = np.zeros_like(top_p) if min_p is None else min_p
     batch = _Batch(logits, torch.from_numpy(temperature), torch.from_numpy(top_k).long(),
                    torch.from_numpy(top_p).double(), torch.from_numpy(min_p), torch.from_numpy(seed),
-                   torch.from_numpy(position))
+                   torch.from_numpy(position), native)
     by_count = (top_k > 0) & (top_k < logits.shape[1])
     by_mass = ~by_count & (top_p > 0) & (top_p < 1)
 
@@ -150,14 +156,16 @@ class _Batch:
     """Rows to sample: logits [n, vocab]; inverse_temperature, top_k, top_p, seed, position, min_p_margin [n].
 
     min_p_margin   <= 0; min-p keeps logits >= the largest logit + min_p_margin
+    native         see `sample_token`
     """
 
-    __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "seed", "position", "min_p_margin")
+    __slots__ = ("logits", "inverse_temperature", "top_k", "top_p", "seed", "position", "min_p_margin", "native")
 
-    def __init__(self, logits, temperature, top_k, top_p, min_p, seed, position) -> None:
+    def __init__(self, logits, temperature, top_k, top_p, min_p, seed, position, native) -> None:
         self.logits, self.inverse_temperature = logits, inverse_temperature_of(temperature)
-        self.top_k, self.top_p, self.seed, self.position = top_k, top_p, seed, position
-        self.min_p_margin = temperature * min_p.log()
+        self.top_k, self.top_p, self.seed, self.position, self.native = top_k, top_p, seed, position, native
+        with np.errstate(divide="ignore"):
+            self.min_p_margin = temperature * torch.from_numpy(np.log(min_p.numpy()))
 
     @property
     def has_min_p(self) -> bool:
@@ -165,13 +173,27 @@ class _Batch:
 
     def select(self, rows: torch.Tensor) -> "_Batch":
         part = object.__new__(_Batch)
-        for name in self.__slots__:
+        for name in self.__slots__[:-1]:
             setattr(part, name, getattr(self, name)[rows])
+        part.native = self.native
         return part
 
-    def weights(self, logits: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-        """Return unnormalized probabilities of `logits` [n, m], with 1 at the maximum of a row."""
-        return (logits - maxima[:, None]).mul_(self.inverse_temperature[:, None]).exp_()
+    def weights(self, logits: torch.Tensor, maxima: torch.Tensor, smallest: torch.Tensor | None = None
+                ) -> torch.Tensor:
+        """Return unnormalized probabilities of `logits` [n, m], with 1 at the maximum of a row.
+
+        smallest   [n]: smaller logits have probability 0; None: none
+        """
+        if self.native is not None:
+            return weigh(self.native, logits, self.inverse_temperature, maxima, smallest, "weights")
+        weights = (logits - maxima[:, None]).mul_(self.inverse_temperature[:, None]).exp_()
+        return weights if smallest is None else weights.masked_fill_(logits < smallest[:, None], 0)
+
+    def block_weights(self, maxima: torch.Tensor, smallest: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of `weights` of each block of all logits, [n, blocks]."""
+        if self.native is not None:
+            return weigh(self.native, self.logits, self.inverse_temperature, maxima, smallest, "sums")
+        return block_sums(self.weights(self.logits, maxima, smallest))
 
 
 def _by_count(batch: _Batch) -> torch.Tensor:
@@ -209,7 +231,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
     weights.masked_fill_(torch.arange(values.shape[1], dtype=torch.int64, device="cpu") > last, 0)
     filtered = (batch.top_p > 0) & (batch.top_p < 1)
     if filtered.any():
-        target = torch.where(filtered, batch.top_p, 2.0) * weights.sum(1)
+        target = torch.where(filtered, batch.top_p, 2.0) * weights.cumsum(1)[:, -1]    # in order: zeros change nothing
         weights.masked_fill_(values < _smallest_kept(values, weights, target), 0)
     if batch.has_min_p:
         weights.masked_fill_(values < values[:, :1] + batch.min_p_margin[:, None], 0)
@@ -219,9 +241,7 @@ def _from_largest(batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def _by_mass(batch: _Batch) -> torch.Tensor:
     """Return the tokens [n] of rows without top-k, sampled from the tokens that top-p and min-p keep."""
     blocks = block_maxima(batch.logits)
-    all_weights = batch.weights(batch.logits, blocks.amax(1))
-    target = batch.top_p * block_sums(all_weights).double().sum(1)
-    del all_weights
+    target = batch.top_p * batch.block_weights(blocks.amax(1)).double().cumsum(1)[:, -1]
 
     most = min(CANDIDATES, batch.logits.shape[1])
     values, ids = largest(batch.logits, blocks, most)
@@ -237,10 +257,7 @@ def _by_mass(batch: _Batch) -> torch.Tensor:
 def _from_all(batch: _Batch) -> torch.Tensor:
     """Return the tokens [n] of rows without top-k and top-p, sampled from all tokens that min-p keeps."""
     maxima = batch.logits.amax(1)
-    weights = batch.weights(batch.logits, maxima)
-    if batch.has_min_p:
-        weights.masked_fill_(batch.logits < (maxima + batch.min_p_margin)[:, None], 0)
-    return _draw(weights, batch)
+    return _draw(batch, maxima, maxima + batch.min_p_margin if batch.has_min_p else None)
 
 
 def _by_sorting(batch: _Batch) -> torch.Tensor:
@@ -254,9 +271,7 @@ def _by_sorting(batch: _Batch) -> torch.Tensor:
             batch.logits.numpy(), batch.inverse_temperature.numpy(), batch.top_k.tolist(), batch.top_p.tolist())
     ], dtype=batch.logits.dtype, device="cpu")
     maxima = batch.logits.amax(1)
-    smallest = smallest.maximum(maxima + batch.min_p_margin)
-    weights = batch.weights(batch.logits, maxima).masked_fill_(batch.logits < smallest[:, None], 0)
-    return _draw(weights, batch)
+    return _draw(batch, maxima, smallest.maximum(maxima + batch.min_p_margin))
 
 
 def _smallest_of_row(logits: np.ndarray, inverse_temperature: np.float32, top_k: int, top_p: float) -> float:
@@ -323,44 +338,71 @@ def _lowest_of_largest(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.where(scores == scores.max(1, keepdims=True), ids, NO_ID).min(1)
 
 
-def _draw(weights: torch.Tensor, batch: _Batch) -> torch.Tensor:
-    """Return the drawn token of each row, [n] int64, from weights [n, vocab]."""
-    sums = block_sums(weights).numpy()
+def _draw(batch: _Batch, maxima: torch.Tensor, smallest: torch.Tensor | None) -> torch.Tensor:
+    """Return the drawn token of each row, [n] int64: of the logits from the smallest [n] on; None: of all."""
+    sums, vocab = batch.block_weights(maxima, smallest).numpy(), batch.logits.shape[1]
     num_quarters = -(-sums.shape[1] // 4)
     words = philox(batch.seed.numpy(), batch.position.numpy(), _purposes(num_quarters),
                    np.concatenate([np.arange(num_quarters), QUARTERS]))
     gumbels = gumbel(words.transpose(0, 2, 1).reshape(len(words), -1))
     with np.errstate(divide="ignore"):                             # blocks and tokens that are not kept
-        block = (np.log(sums) + gumbels[:, :sums.shape[1]]).argmax(1)
-        ids = block[:, None] * BLOCK + OFFSETS.numpy()
-        inside = weights.numpy()[np.arange(len(ids))[:, None], np.minimum(ids, weights.shape[1] - 1)]
+        block = torch.from_numpy((np.log(sums) + gumbels[:, :sums.shape[1]]).argmax(1))
+        ids = block[:, None] * BLOCK + OFFSETS
+        inside = batch.weights(batch.logits.gather(1, ids.clamp(max=vocab - 1)), maxima, smallest).numpy()
         scores = np.log(inside) + gumbels[:, 4 * num_quarters:]
-    scores[ids >= weights.shape[1]] = -np.inf
-    return torch.from_numpy(ids[np.arange(len(ids)), scores.argmax(1)])
+    scores[ids.numpy() >= vocab] = -np.inf
+    return ids.gather(1, torch.from_numpy(scores.argmax(1))[:, None])[:, 0]
 
 
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
-               wants_log_prob: torch.Tensor | None) -> torch.Tensor:
+               wants_log_prob: torch.Tensor | None, native: Library | None) -> torch.Tensor:
     """Return log_softmax(logits / temperature) at the tokens, [r] float32.
 
     Rows that need no log-prob get arbitrary values.
     """
     if wants_log_prob is None or bool(wants_log_prob.all()):
-        return chosen_log_probs(logits, tokens, temperature)
+        return chosen_log_probs(logits, tokens, temperature, native)
     log_probs, wanted = torch.empty(len(tokens), dtype=torch.float32, device="cpu"), wants_log_prob.nonzero()[:, 0]
-    log_probs[wanted] = chosen_log_probs(logits[wanted], tokens[wanted], temperature[wanted])
+    log_probs[wanted] = chosen_log_probs(logits[wanted], tokens[wanted], temperature[wanted], native)
     return log_probs
 
 
-def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def chosen_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor,
+                     native: Library | None = None) -> torch.Tensor:
     """Return log_softmax(logits / temperature) at the chosen tokens, [r] float32. Temperature 0 means 1.
 
     Shapes   logits [r, vocab] float32; tokens [r]; temperature [r] float32
+    native   see `sample_token`
     """
-    top = logits.amax(1, keepdim=True)
-    scaled = (logits - top).mul_(inverse_temperature_of(temperature)[:, None])
+    top, inverse = logits.amax(1, keepdim=True), inverse_temperature_of(temperature)
+    if native is not None:
+        chosen = (logits.gather(1, tokens.long()[:, None]) - top)[:, 0].mul_(inverse)
+        totals = weigh(native, logits, inverse, top[:, 0], None, "totals")
+        return chosen - torch.tensor([log(total) if total > 0 else nan for total in totals.tolist()],
+                                     dtype=torch.float32, device="cpu")
+    scaled = (logits - top).mul_(inverse[:, None])
     chosen = scaled.gather(1, tokens.long()[:, None])[:, 0]
     return chosen - scaled.exp_().sum(1).log_()
+
+
+def weigh(native: Library, logits: torch.Tensor, inverse: torch.Tensor, maxima: torch.Tensor,
+          smallest: torch.Tensor | None, what: str) -> torch.Tensor:
+    """Return what native/weights.h computes from rows of logits: their "weights", the "sums" of blocks, or "totals".
+
+    Shapes   logits [n, m] float32; inverse temperatures, maxima and smallest [n] float32. The result is [n, m],
+             [n, blocks], or [n] float64
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    given = [None if column is None else column.float().contiguous() for column in (inverse, maxima, smallest)]
+    count = logits.shape[1]
+    width = {"weights": (count,), "sums": (-(-count // BLOCK),), "totals": ()}[what]
+    result = torch.empty((len(logits), *width), dtype=torch.float64 if what == "totals" else torch.float32,
+                         device="cpu")
+    native.weights_of_rows(logits.data_ptr(), logits.stride(0), len(logits), count,
+                           *(None if column is None else column.data_ptr() for column in given),
+                           *(result.data_ptr() if what == name else None for name in ("weights", "sums", "totals")))
+    return result
 
 
 def inverse_temperature_of(temperature: torch.Tensor) -> torch.Tensor:

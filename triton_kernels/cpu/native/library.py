@@ -11,6 +11,7 @@ import torch
 
 from .build import CannotBuildError, built_library
 
+Library = ctypes.CDLL              # with the functions of step.c
 PANEL, INPUTS_ALIGNED = 16, 32
 (RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK,
  EXPAND_ADD, PREPARE) = range(11)  # kinds in step.c
@@ -125,6 +126,7 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "processor_nanoseconds": ([], number),
         "pack_matrix": ([pointer, pointer, number, number], None),
         "philox_words": ([pointer, pointer, pointer, pointer, number, number, number, pointer], None),
+        "weights_of_rows": ([pointer, number, number, number, *[pointer] * 6], None),
         "quantised_panel_bytes": ([pointer, number], number),
         "quantised_row_bytes": ([ctypes.c_int, number], number),
         "pack_quantised_rows": ([pointer, number, pointer, number, pointer, number], None),

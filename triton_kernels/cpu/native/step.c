@@ -9,6 +9,7 @@
 #include "products.h"
 #include "random.h"
 #include "rows.h"
+#include "weights.h"
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -667,4 +668,9 @@ void pack_matrix(const Matrix *matrix, const void *plain, int64_t plain_inputs, 
 void philox_words(const uint64_t *seeds, const int32_t *positions, const uint32_t *purposes, const uint32_t *quarters,
                   int64_t quarter_stride, int64_t rows, int64_t counters, uint32_t *words) {
     random_words(seeds, positions, purposes, quarters, quarter_stride, rows, counters, words);
+}
+
+void weights_of_rows(const float *logits, int64_t stride, int64_t rows, int64_t count, const float *inverse,
+                     const float *maxima, const float *floors, float *weights, float *sums, double *totals) {
+    weigh_rows(logits, stride, rows, count, inverse, maxima, floors, weights, sums, totals);
 }
