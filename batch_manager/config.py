@@ -406,7 +406,7 @@ class TrtGptModelOptionalParams:
                                 steps, and large steps with prompts, launch each kernel separately. None: on a GPU with
                                 Triton, unless a capture fails or a replayed step has other results than its kernels
                                 launched one by one; a warning then gives the reason. True makes that an error, and is
-                                refused on a CPU, and with `deterministic`, a custom attention or TrtGptModelType.V1
+                                refused on a CPU, and with a custom attention or TrtGptModelType.V1
     deterministic               produce bitwise the same tokens, log-probabilities and logits for a request alone or
                                 batched, whole or chunked, paused or not, cached or not, in any layout. Holds for one
                                 machine, build of torch and number of threads. Where steps are compiled (cpu_compile), a

@@ -5,6 +5,7 @@ kernel attends. For generation rows, a single kernel does all of this.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -43,6 +44,7 @@ MERGES_IN_DECODE = False
 MOST_MERGED_SIZE = 128             # entries of a head; with more, too few registers are left for a second program
 # Rows of a tile with `deterministic`: the minimum of a matrix instruction, because most sequences have one row.
 UNIFORM_ROWS = 16
+NO_PARTS = 2**31                   # pages of a part: no sequence is split
 
 
 class TritonPagedAttention:
@@ -50,13 +52,13 @@ class TritonPagedAttention:
 
     sink            number of sink tokens; see windows.py
     deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
-                    kernel, as contexts of one token
+                    kernel, as contexts of one token, with `plan` and with `bind`
 
     All inputs of a step are uploaded as one array of integers, to save host time.
     """
 
     dispatch = "triton"
-    norms_heads = True
+    norms_heads = can_bind = True
 
     def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> None:
         assert kv_pool.is_contiguous()
@@ -92,23 +94,19 @@ class TritonPagedAttention:
     def receive(self, tensors: Sequence[torch.Tensor]) -> None:
         pool_slots, positions, kv_lengths, query_starts, table, *more = tensors[0].split(self._sizes)
         table, contexts = table.view(self._num_sequences, -1), self._num_contexts
-        self._contexts = self._generation = None
+        self._contexts, self._generation = [], None
         if contexts:
             work = {window: (work_list.view(-1, WORK_COLUMNS), *(merging if is_split else (None, None)))
                     for (window, is_split), work_list, *merging in zip(
                         self._are_contexts_split.items(), more[::3], more[1::3], more[2::3])}
-            self._contexts = ContextInputs(positions, pool_slots.view(torch.int64), query_starts, kv_lengths[:contexts],
-                                           None, table[:contexts], work)
+            self._contexts = [(self._context_rows, ContextInputs(
+                positions, pool_slots.view(torch.int64), query_starts, kv_lengths[:contexts], None, table[:contexts],
+                work))]
             more = more[3 * len(work):]
         if self._are_split:
             self._generation = GenerationInputs(kv_lengths[contexts:], None, table[contexts:], {
                 window: (work_list.view(-1, 4), part_starts if is_split else None)
                 for (window, is_split), work_list, part_starts in zip(self._are_split.items(), more[::2], more[1::2])})
-
-    @property
-    def can_bind(self) -> bool:
-        """Whether a step can call `bind`. False with `deterministic`, which runs generation rows as contexts."""
-        return not self.deterministic
 
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
         """Return window -> (work list, index of each sequence's first partial result) for s generation rows.
@@ -121,12 +119,15 @@ class TritonPagedAttention:
             return {}
         kv_heads, tokens_per_block = self.layer_pools[0].shape[2:4]
         resident = self._resident_programs()
-        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, resident, window, self.sink)
+        whole = NO_PARTS if self.deterministic else None
+        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, resident, window, self.sink, whole)
                 for window in self.windows}
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
         """Return the maximum number of rows of a work list of `plan_generation`, for `num_rows` sequences of at most
         `max_blocks` blocks."""
+        if self.deterministic:
+            return num_rows
         return most_parts(num_rows, max_blocks, self.layer_pools[0].shape[2], self._resident_programs())
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
@@ -146,9 +147,29 @@ class TritonPagedAttention:
 
         A step calls this method instead of `plan` and `receive`.
         """
-        self._generation, self._contexts = generation, contexts
         rows = len(generation.kv_lengths)
-        self._generation_rows, self._context_rows = slice(0, rows), slice(rows, None)
+        self._generation, self._generation_rows = generation, slice(0, rows)
+        self._contexts = [] if contexts is None else [(slice(rows, None), contexts)]
+        if self.deterministic:
+            # Block tables of their own, so that these launches have the arguments of steps with `plan`.
+            self._contexts = [(part, replace(given, table_rows=None, block_tables=_own_tables(given)))
+                              for part, given in self._contexts]
+            if rows:
+                self._contexts.insert(0, (self._generation_rows, self._as_contexts(generation)))
+            self._generation = None
+
+    def _as_contexts(self, generation: GenerationInputs) -> ContextInputs:
+        """Return generation rows as contexts of one token. A padding row stores nothing and sees no key."""
+        lengths, tables = generation.kv_lengths, _own_tables(generation)
+        tokens_per_block, rows = self.layer_pools[0].shape[3], torch.arange(len(lengths) + 1, dtype=torch.int32,
+                                                                            device=lengths.device)
+        positions = (lengths - 1).clamp_(min=0)
+        blocks = tables.gather(1, (positions // tokens_per_block).long()[:, None])[:, 0].long()
+        slots = torch.where(lengths > 0, blocks * tokens_per_block + positions % tokens_per_block, -1)
+        work = torch.zeros((len(lengths), WORK_COLUMNS), dtype=torch.int32, device=lengths.device)
+        work[:, 0], work[:, 3], work[:, 4] = rows[:-1], 1, -1             # the only part of the sequence's only tile
+        return ContextInputs(positions, slots, rows, lengths, None, tables,
+                             {window: (work, None, None) for window in self.windows})
 
     def _resident_programs(self) -> int:
         pool = self.layer_pools[0]
@@ -180,8 +201,7 @@ class TritonPagedAttention:
             before |= {"query_norm": norms.query_weight, "key_norm": norms.key_weight, "epsilon": norms.epsilon,
                        "weight_offset": norms.weight_offset}
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if self._contexts is not None:
-            rows, given = self._context_rows, self._contexts
+        for rows, given in self._contexts:
             queries, (work_list, part_starts, merged_rows) = query[rows], given.work[attention.window]
             num_partials = 0 if part_starts is None else most_partials(self.tile_rows, self._context_heads)
             rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions,
@@ -208,3 +228,8 @@ class TritonPagedAttention:
         if not self._counters or self._counters[-1].numel() < needed:
             self._counters.append(torch.zeros(2 * needed, dtype=torch.int32, device=self.layer_pools[0].device))
         return self._counters[-1]
+
+
+def _own_tables(given: GenerationInputs | ContextInputs) -> torch.Tensor:
+    """Return the block table of each sequence, in order."""
+    return given.block_tables if given.table_rows is None else given.block_tables.index_select(0, given.table_rows)

@@ -6,8 +6,7 @@ The program times steps of the backend on a CPU, without the loop: generation st
 and a step that computes the whole context of one sequence. Steps with and without the option alternate in one process,
 so that a busy machine slows both. The output has the median and the minimum of each in milliseconds, and their ratios.
 With --threads 1, times are CPU times of the thread, which exclude other processes. Otherwise they are wall-clock times.
-Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities. With
-the option `deterministic`, the engine then samples row by row and computes log-probabilities row by row.
+Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities.
 """
 
 import argparse

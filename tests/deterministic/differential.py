@@ -27,6 +27,7 @@ from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
+from batch_manager.runtime.device.running import CapturedGraph
 from batch_manager.scheduling.interfaces import SchedulerOutput
 from batch_manager.weights.json_file import Fields
 from batch_manager.weights.source import DummyWeights
@@ -230,17 +231,20 @@ class Laboratory:
     It keeps its backends, one for each layout, and the outcomes of requests that ran alone.
 
     reference   the Laboratory in which requests run alone; None: this one
+    graph       see build_native_backend
+    most        sequences of a step, and most_tokens its tokens
     reused      request id -> largest number of prompt tokens that the request reused from the cache in the last run
     """
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
                  tokens_per_block: int = 8, kv_cache_options: dict | None = None, max_beam_width: int = 1,
-                 cpu_compile: bool | None = None, reference: "Laboratory | None" = None) -> None:
-        self.folder = folder
+                 cpu_compile: bool | None = None, reference: "Laboratory | None" = None, graph=CapturedGraph,
+                 most: int = 32, most_tokens: int = 8192) -> None:
+        self.folder, self.graph = folder, graph
         self.kv = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=8192, **(kv_cache_options or {}))
         self.params = TrtGptModelOptionalParams(
-            dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=32,
-            cpu_compile=cpu_compile, max_num_sequences=32, kv_cache_config=self.kv)
+            dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=most,
+            cpu_compile=cpu_compile, max_num_sequences=most, max_num_tokens=most_tokens, kv_cache_config=self.kv)
         self.max_beam_width, self.reference = max_beam_width, reference
         self._backends, self._alone = {}, {}
         self.num_pauses = 0
@@ -250,8 +254,8 @@ class Laboratory:
         """Return the backend of this layout. Its count of operations is set to 0 for a new engine."""
         if layout not in self._backends:
             self._backends[layout] = build_native_backend(
-                self.folder, self.params, layout=LAYOUTS[layout], num_slots=32, max_beam_width=self.max_beam_width,
-                max_draft_tokens=MOST_DRAFTS)
+                self.folder, self.params, layout=LAYOUTS[layout], num_slots=self.params.max_num_sequences,
+                max_beam_width=self.max_beam_width, graph=self.graph, max_draft_tokens=MOST_DRAFTS)
         self._backends[layout]._operations.num_done = 0
         return self._backends[layout]
 
@@ -344,10 +348,10 @@ def drive(params: TrtGptModelOptionalParams, backend, arrivals: list[tuple[int, 
 def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
     """Return the outcome in the tensors of a final response whose output excludes the prompt."""
     length = int(tensors["sequence_length"][0, 0])
-    return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), tensors["output_log_probs"].tobytes(),
-                   tensors["generation_logits"].tobytes(), tensors["context_logits"].tobytes(),
-                   b"".join(tensors[name].tobytes() for name in (
-                       "output_ids", "sequence_length", "cum_log_probs", "finish_reason")))
+    return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), *(
+        b"".join(tensors[name].tobytes() for name in names if name in tensors) for names in (
+            ["output_log_probs"], ["generation_logits"], ["context_logits"],
+            ["output_ids", "sequence_length", "cum_log_probs", "finish_reason"])))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ def load(name, path):
     spec.loader.exec_module(module)
     return module
 
+from batch_manager.runtime.device.running import CapturedGraph
+from batch_manager.runtime.forms.form import Forms
+from tests.runtime.bindable_torch import CallingGraph
 differential = load("differential", sys.argv[1])
 worker = load("interpreter_worker", sys.argv[2])
 parent = Path(sys.argv[3])
@@ -42,6 +45,20 @@ with worker.dots_in_one_order(None, True):
         asks = {1: differential.Ask(tuple(draw.randrange(40) for _ in range(17)), 3),
                 2: differential.Ask(tuple(draw.randrange(40) for _ in range(8)), 4, (("runtime_top_k", 9),))}
         answers.append([family, lab.differences(asks, circumstances), lab.num_pauses])
+
+    # Steps at fixed addresses, without logits that are returned, against steps that are calls of the model.
+    alone, graphs, launches = (differential.Laboratory(parent / "qwen3", graph=graph, most=3, most_tokens=64)
+                               for graph in (CapturedGraph, CallingGraph, CapturedGraph))
+    calls = alone.backend("fused")
+    calls._forms = Forms([calls._forms._forms[-1]], calls._parts, {})
+    given = (("return_generation_logits", False),)
+    asks = {number: differential.Ask(tuple(draw.randrange(40) for _ in range(length)), 4, (*sampling, *given), False)
+            for number, (length, sampling) in enumerate([(21, ()), (7, (("runtime_top_k", 9),)), (12, ())])}
+    for lab in (graphs, launches):
+        lab.reference = alone
+        found = lab.differences(asks, differential.Circumstances(chunk=16, arrivals={1: 1, 2: 3}))
+        answers.append([dict(lab.backend("fused")._forms.steps), found])
+    answers.append([dict(calls._forms.steps), calls.info.absent])
 print(json.dumps(answers))
 """
 
@@ -55,4 +72,10 @@ def test_company_chunks_pauses_and_layouts_do_not_show_in_the_kernels_either(tmp
         timeout=300, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
-    assert answers == [["qwen3", {}, 1], ["gpt2", {}, 0]]
+    *first, (with_graphs, found), (launched, others), (called, absent) = answers
+    assert first == [["qwen3", {}, 1], ["gpt2", {}, 0]]
+    assert (found, others, called.keys()) == ({}, {}, {"packed"}), (found, others)
+    assert with_graphs.keys() == {"graph", "fixed", "packed"} and with_graphs["graph"] > 6, with_graphs
+    assert launched.keys() == {"fixed", "packed"} and min(launched.values()) > 1, launched
+    assert absent == {"graph": "the device is cpu", "fused": "deterministic is set",
+                      "compiled": "TRITON_INTERPRET is set", "padded": "TrtGptModelType.V1 alone pads steps"}

@@ -28,7 +28,7 @@ from ..parts import DeviceParts
 from ..thread_count import has_openmp
 from ..warm_up import cached_by_a_long_sequence, launch, warm_up
 from .compiled.forward import make_compiled
-from .fixed.form import FixedForm
+from .fixed.form import FixedForm, has_adapter_tiles
 from .fixed.fused import FusedBody, make_fused_body
 from .fixed.inputs import FixedInputs, can_bind
 from .fixed.launches import Launches
@@ -80,7 +80,7 @@ class Row(NamedTuple):
 
 FORMS: Mapping[str, Row] = {
     "graph": Row("cuda_graphs", "graphs need a GPU with triton and the package's own attention, without "
-                 "`deterministic` and without TrtGptModelType.V1", "a graph must compute what its kernels compute",
+                 "TrtGptModelType.V1", "a graph must compute what its kernels compute",
                  "leave cuda_graphs unset to launch kernels one by one", WITHOUT_GRAPHS),
     "fused": Row(warning="steps are not fused: %s"),
     "fixed": Row(),
@@ -125,7 +125,7 @@ OBSTACLES: Mapping[str, tuple[Sequence[str], Callable[[Asked], str]]] = {
     "no triton": (["graph", "fused"], _no_triton),
     "no kernels": (["fixed"], lambda asked: "" if asked.has_attention else _no_triton(asked)),      # it may bind
     "triton": (["compiled"], lambda asked: "TRITON_INTERPRET is set" if asked.has_triton else ""),
-    "deterministic": (["graph", "fused", "fixed"], lambda asked: (
+    "deterministic": (["fused"], lambda asked: (               # its products have tiles by the number of rows
         "deterministic is set" if asked.params.deterministic else "")),
     "own attention": (["graph", "compiled"], lambda asked: (
         "Parts.attention is set" if asked.has_attention else "")),
@@ -187,7 +187,7 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
         reason = f"{type_name(parts.attention)} cannot read its inputs at fixed addresses"
         absent |= {name: absent.get(name, reason) for name in ("graph", "fused", "fixed")}
     inputs = None if "fixed" in absent else FixedInputs(parts, largest_shapes(
-        parts.num_slots, graph_sizes, parts.adapters is not None))
+        parts.num_slots, graph_sizes, has_adapter_tiles(parts)))
     table = record_embedding(model.embed)
 
     def assemble(model: Model, fused: FusedBody | None = None, compiled: Any = None

@@ -16,6 +16,11 @@ from .shapes import Shape
 SERVED = SAMPLES | LOG_PROBS        # features of sequences for which launches at fixed addresses suffice
 
 
+def has_adapter_tiles(parts: DeviceParts) -> bool:
+    """Whether launches at fixed addresses compute adapters. With `deterministic`, other kernels multiply them."""
+    return parts.adapters is not None and not parts.adapters.deterministic
+
+
 class FixedForm:
     """Launches generation steps, of up to `most_rows` rows if it is set.
 
@@ -28,7 +33,7 @@ class FixedForm:
                  most_rows: int | None = None) -> None:
         self.name, self.dispatch = name, parts.attention.dispatch
         # A joined launch leaves no place between a product and what follows it.
-        self.serves = SERVED | ADAPTER if parts.adapters is not None and name != "fused" else SERVED
+        self.serves = SERVED | ADAPTER if has_adapter_tiles(parts) and name != "fused" else SERVED
         self._parts, self._inputs, self._launches, self._most_rows = parts, inputs, launches, most_rows
 
     def misfit(self, batch: ScheduledBatch) -> int:

@@ -23,7 +23,7 @@ from ....handover import ScheduledBatch
 from ...device.memory import used_memory
 from ...device.running import first_line
 from ...parts import DeviceParts
-from ..fixed.form import SERVED, FixedResult, read_result
+from ..fixed.form import SERVED, FixedResult, has_adapter_tiles, read_result
 from ..fixed.inputs import FixedInputs
 from ..fixed.launches import Launches
 from ..fixed.shapes import MOST_CONTEXTS, Shape, captured_shapes, mixed_shape, padded, padded_mixed
@@ -95,7 +95,7 @@ def capture(parts: DeviceParts, inputs: FixedInputs, launches: Launches, sizes: 
     Raises  NoForm if a capture fails
     """
     began, used, device, graphs = time.monotonic(), used_memory(parts.device), parts.device, {}
-    shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split, parts.adapters is not None)
+    shapes = captured_shapes(parts.num_slots, sizes, inputs.may_split, has_adapter_tiles(parts))
     try:
         largest = None
         for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True):
