@@ -22,6 +22,7 @@ from ..triton_kernels.cpu.native.matrix import (
     PanelMatrix,
     QuantisedMatrix,
     QuantisedPanels,
+    padded_inputs,
     quantised_rows,
 )
 from ..weights.matrices import Blocks, Dense, StoredMatrix
@@ -79,6 +80,9 @@ def quantised(stored: Dense, quantization: str, weights: Weights) -> StoredMatri
     weights        the source that counted the matrix
     """
     kind, weight = QUANTIZATIONS[quantization], stored.weight
+    if weight.is_meta:                                     # which only counts
+        weights.count_copy(quantised_bytes(quantization, len(weight) * padded_inputs(weight.shape[1])) - weight.nbytes)
+        return stored
     if not weight.abs().max() <= LARGEST_WEIGHT[quantization]:            # NaN, too
         return stored
     outputs, inputs = weight.shape

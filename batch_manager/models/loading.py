@@ -116,7 +116,7 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
                            quantization=quantization, split=split, kv_copies=spec.kv_copies, adapters=adapters)
     if quantization is not None:
-        _refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation)
+        refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation)
     # A class of someone else's may ask for tensors one by one, which are converted.
     kept = types_kept(context) if implementation == NATIVE and is_shipped(spec.architecture, model_class) else ()
     try:
@@ -145,8 +145,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
             "expected enough memory for all weights", "use a smaller dtype or a larger device") from fault
 
 
-def _refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str) -> None:
-    """Raise ConfigError if the matrices cannot be quantised. checkpoint: None for random weights."""
+def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str) -> None:
+    """Raise ConfigError if the matrices cannot be quantised as `context` says. checkpoint: None for random weights."""
     fact, reason = f"quantization is {context.quantization!r}", ""
     if not types_kept(context):
         reason = f"steps are not compiled, on {context.device} in {context.dtype}".replace("torch.", "")
@@ -192,19 +192,22 @@ def _usable_end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
 
 
 def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelSpec, dtype: torch.dtype,
-                  split: Split = ONE_PROCESS) -> None:
-    """Check the names and shapes of a checkpoint's tensors against the model, without reading the tensors.
+                  split: Split = ONE_PROCESS, quantization: str | None = None) -> int:
+    """Check the names and shapes of a checkpoint's tensors against the model, without reading the tensors. Return the
+    size of the weights in bytes.
 
-    spec, split   the spec of the share, and the processes that share the model
+    spec, split    the spec of the share, and the processes that share the model
+    quantization   count the matrices of layers as if they were quantised, all of them
 
     Raises the ModelLoadError that `load_model` would raise. Tied tensors are not compared. `model_class` must be a
     class of this package, because the constructors of other classes may need the values of tensors.
     """
     device = torch.device("meta")
-    context = LayerContext(device=device, dtype=dtype, split=split, kv_copies=spec.kv_copies)
+    context = LayerContext(device=device, dtype=dtype, split=split, kv_copies=spec.kv_copies, quantization=quantization)
     with torch.inference_mode():
         weights = checkpoint.weights(device, dtype)
         weights.finish(model_class(spec, weights, context).harmless_tensors)
+    return weights.num_bytes
 
 
 def refuse_too_many_weights(num_bytes: int, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,

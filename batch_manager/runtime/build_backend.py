@@ -20,11 +20,13 @@ from ..decoding.logits_stage import LogitsStage
 from ..decoding.slots import SlotState
 from ..errors import ConfigError, DeviceLostError, InsufficientMemoryError, counted, type_name
 from ..handover import AdapterLoad
-from ..models.loading import LoadedModel, load_model, read_spec
+from ..layers.context import LayerContext
+from ..models.loading import LoadedModel, load_model, read_spec, refuse_to_quantise
 from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import Library, hold_helpers, loaded_library, release_helpers
 from ..triton_kernels.dispatch import use_triton
+from ..weights.checkpoint import Checkpoint
 from ..weights.digest import identities
 from . import packing
 from .adapters.pool import LoraPool
@@ -85,10 +87,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
                   1 if part is None else part.place.num_ranks)
     absent = wanted_forms(asked)
-    if params.quantization is not None and "compiled" in absent:
-        raise ConfigError(f"quantization is {params.quantization!r}, but {absent['compiled']}",
-                          "expected compiled steps on a CPU, whose products alone read quantised weights",
-                          "leave quantization out")
+    if params.quantization is not None:
+        refuse_without_compiled_steps(params.quantization, absent)
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
     kv = params.kv_cache_config
@@ -293,6 +293,21 @@ def _described_errors(device: torch.device, stream: torch.Stream | None, sizes: 
                 "KvCacheConfig.max_tokens") from error
         raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
                           "the model must run a step before it serves requests", "see the exception above") from error
+
+
+def refuse_without_compiled_steps(quantization: str, absent: Mapping[str, str]) -> None:
+    """Raise ConfigError if the compiled form, whose products read quantised weights, is in `absent`."""
+    if "compiled" in absent:
+        raise ConfigError(f"quantization is {quantization!r}, but {absent['compiled']}",
+                          "expected compiled steps on a CPU, whose products alone read quantised weights",
+                          "leave quantization out")
+
+
+def refuse_quantization(asked: Asked, checkpoint: Checkpoint, dtype: torch.dtype, implementation: str) -> None:
+    """Raise the ConfigError of an engine that cannot quantise the matrices of `checkpoint` as `asked.params` says."""
+    refuse_without_compiled_steps(asked.params.quantization, wanted_forms(asked))
+    refuse_to_quantise(LayerContext(device=asked.device, dtype=dtype, compiled_step=True,
+                                    quantization=asked.params.quantization), checkpoint, implementation)
 
 
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:

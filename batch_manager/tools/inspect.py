@@ -29,6 +29,7 @@ from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
 from ..runtime import packing
+from ..runtime.build_backend import refuse_quantization
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
 from ..runtime.forms.compiled.forward import obstacle_of_model
@@ -48,7 +49,8 @@ DEFAULTS = TrtGptModelOptionalParams()
 OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_num_tokens": "--max-num-tokens",
              "KvCacheConfig.free_gpu_memory_fraction": "--kv-cache-free-gpu-mem-fraction",
              "max_batch_size": "--max-batch-size", "max_seq_len": "--max-seq-len",
-             "model_implementation": "--model-implementation"}
+             "model_implementation": "--model-implementation", "quantization": "--quantization"}
+NAMED = ("device", "dtype", "max_seq_len", "model_implementation", "quantization", "max_batch_size", "max_num_tokens")
 PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
 # Advice on parameters that are no options of this program, or that have another form here.
 REWORDED = (('device="cpu", and num_threads to limit its threads', "--device cpu"), ('device="cpu"', "--device cpu"),
@@ -58,20 +60,21 @@ STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "tr
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
-                  model_implementation: str = "auto", free_bytes: int | None = None, kv: KvCacheConfig | None = None,
-                  **sizes: int) -> dict[str, Any]:
+                  model_implementation: str = "auto", quantization: str | None = None, free_bytes: int | None = None,
+                  kv: KvCacheConfig | None = None, **sizes: int) -> dict[str, Any]:
     """Return the facts that `main` prints, as values for JSON. Sizes are in bytes, lengths in tokens.
 
-    free_bytes   free device memory in bytes before the weights are loaded; None: the memory that is free now. If it is
-                 an integer, a GPU named by `device` need not exist on this machine
-    kv           None: the default KvCacheConfig
-    sizes        max_batch_size and max_num_tokens, if not the default
+    quantization   as in an engine; every matrix of a layer counts as quantised
+    free_bytes     free device memory in bytes before the weights are loaded; None: the memory that is free now. If it
+                   is an integer, a GPU named by `device` need not exist on this machine
+    kv             None: the default KvCacheConfig
+    sizes          max_batch_size and max_num_tokens, if not the default
 
     Raises ConfigError and its subclasses where an engine would raise them.
     """
     kv = KvCacheConfig() if kv is None else kv
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
-                                       model_implementation=model_implementation, **sizes)
+                                       model_implementation=model_implementation, quantization=quantization, **sizes)
     if free_bytes is not None and free_bytes < 1:
         raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "expected at least 1 byte",
                           "state the device's free memory, or leave it out to use what is free on this machine")
@@ -89,8 +92,10 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     resolved_dtype = resolve_dtype(dtype, spec, target)
     with_triton = is_elsewhere or use_triton(target)
     is_native = implementation == NATIVE
-    absent = wanted_forms(Asked(params if is_native else replace(params, cpu_compile=False), target, packing.packed,
-                                with_triton))
+    asked = Asked(params, target, packing.packed, with_triton)
+    absent = wanted_forms(asked if is_native else asked._replace(params=replace(params, cpu_compile=False)))
+    if quantization is not None:
+        refuse_quantization(asked, checkpoint, resolved_dtype, implementation)
     if not is_native:
         absent["compiled"] = f"{spec.architecture} runs through transformers"
     elif reason := obstacle_of_model(spec, resolved_dtype):
@@ -110,7 +115,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
     if is_checked:
-        check_tensors(checkpoint, model_class, spec, resolved_dtype)
+        num_bytes = check_tensors(checkpoint, model_class, spec, resolved_dtype, quantization=quantization)
+        weight_bytes = weight_bytes if quantization is None else num_bytes + copy_bytes
     refuse_too_many_weights(weight_bytes, checkpoint, target, resolved_dtype, free_bytes)
     one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
     set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size,
@@ -121,10 +127,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     # On a CPU, memory that is stated is that of the machine to plan for.
     refuse_too_many_slots(params.max_batch_size,
                           free_bytes if target.type == "cpu" else free_memory(torch.device("cpu")))
-    lengths, length = [], longest
-    while length >= min(SHORTEST_CONTEXT, longest):
-        lengths.append(length)
-        length //= 2
+    lengths = [longest >> halved for halved in range(longest.bit_length())
+               if longest >> halved >= min(SHORTEST_CONTEXT, longest)]
     windows = sorted({layer.window for layer in spec.attention if layer.window is not None})
     return {
         "path": str(checkpoint.path), "architecture": spec.architecture, "model_implementation": implementation,
@@ -132,18 +136,16 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "model_class": f"{model_class.__module__}.{model_class.__qualname__}",
         "device": device if is_elsewhere else device_name(target),
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
-        "not_compiled": obstacle,
-        "not_captured": absent.get("graph", ""), "absent": absent,
+        "not_compiled": obstacle, "not_captured": absent.get("graph", ""), "absent": absent,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size, "attention_windows": windows,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
-        "num_weights": stored, "stored_types": stored_types,
+        "quantization": quantization, "num_weights": stored, "stored_types": stored_types,
         "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
-        "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes,
-        "free_bytes": free_bytes, "step_bytes": set_aside,
-        "set_aside_bytes": plan.set_aside_bytes,
+        "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes, "free_bytes": free_bytes,
+        "step_bytes": set_aside, "set_aside_bytes": plan.set_aside_bytes,
         "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
         "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
@@ -152,15 +154,15 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
 
 def described(facts: dict[str, Any]) -> str:
     """Format the facts of `inspect_model` as text."""
-    windows = "no window"
-    if facts["attention_windows"]:
-        sizes = " and ".join(f"{size:,}" for size in facts["attention_windows"])
-        windows = f"windows of {sizes} tokens in {counted(facts['layers_with_a_window'], 'layer')}"
+    wide = " and ".join(f"{size:,}" for size in facts["attention_windows"])
+    windows = f"windows of {wide} tokens in {counted(facts['layers_with_a_window'], 'layer')}" if wide else "no window"
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())
     if facts["kept_types"]:
         stored_as += f"; matrices in {' and '.join(facts['kept_types'])} keep the file's blocks"
+    if facts["quantization"]:
+        stored_as += f"; matrices of layers are quantised to {facts['quantization']}"
     copy = facts["embedding_copy_bytes"]
     copied = f" and {size(copy)} for a copy of the embedding" if copy else ""
     lines = [
@@ -216,21 +218,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared("--kv-cache-free-gpu-mem-fraction", shown=f"{KvCacheConfig().free_gpu_memory_fraction}",
            default=KvCacheConfig().free_gpu_memory_fraction)
     shared("--model-implementation", shown="auto", default="auto")
+    shared("--quantization", shown="as stored")
     parser.add_argument("--free-memory-bytes", type=int, metavar="N", help="free memory to plan for (what is free now)")
     shared("--report", "text or one line of JSON", "text", choices=("text", "json"), default="text")
     options = parser.parse_args(argv)
     try:
-        facts = inspect_model(options.path, device=options.device, dtype=options.dtype,
-                              max_seq_len=options.max_seq_len, model_implementation=options.model_implementation,
-                              free_bytes=options.free_memory_bytes, max_batch_size=options.max_batch_size,
-                              max_num_tokens=options.max_num_tokens, kv=KvCacheConfig(
-                                  max_tokens=options.max_tokens_in_paged_kvcache,
-                                  free_gpu_memory_fraction=options.kv_cache_free_gpu_mem_fraction))
+        kv = KvCacheConfig(max_tokens=options.max_tokens_in_paged_kvcache,
+                           free_gpu_memory_fraction=options.kv_cache_free_gpu_mem_fraction)
+        facts = inspect_model(options.path, free_bytes=options.free_memory_bytes, kv=kv, **{
+            name: getattr(options, name) for name in NAMED})
     except BatchManagerError as error:
         way_out = advice_of(error.fix)
         if options.report == "json":
-            print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation,
-                                          "way_out": way_out}}))
+            print(json.dumps({"refused": {"fact": error.fact, "expectation": error.expectation, "way_out": way_out}}))
         else:
             parts = (("cannot run: ", error.fact), ("  expected: ", error.expectation.removeprefix("expected ")),
                      ("  way out:  ", way_out))

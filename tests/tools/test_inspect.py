@@ -41,13 +41,15 @@ def gguf_file(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("inspect") / "model.gguf")
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-def test_it_says_what_an_engine_then_has(kind, dtype, request):
+@pytest.mark.parametrize(("kind", "dtype", "quantization"), [
+    *((kind, dtype, None) for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
+    ("folder", "bfloat16", "int8"), ("folder", "float32", "int4")])
+def test_it_says_what_an_engine_then_has(kind, dtype, quantization, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
-    facts = inspect_model(path, device="cpu", dtype=dtype, max_seq_len=256)
-    backend = build_native_backend(path, TrtGptModelOptionalParams(device="cpu", dtype=dtype, max_seq_len=256),
-                                   layout=packing.packed, num_slots=TrtGptModelOptionalParams().max_batch_size)
+    options = {"device": "cpu", "dtype": dtype, "max_seq_len": 256, "quantization": quantization}
+    facts = inspect_model(path, **options)
+    backend = build_native_backend(path, TrtGptModelOptionalParams(**options), layout=packing.packed,
+                                   num_slots=TrtGptModelOptionalParams().max_batch_size)
     try:
         info = backend.info
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
@@ -59,6 +61,7 @@ def test_it_says_what_an_engine_then_has(kind, dtype, request):
         assert all(any("without " in line and name in line and line.endswith(f": {reason}") for line in told)
                    for name, reason in info.absent.items()), told
         assert facts["max_seq_len"] == info.max_seq_len == 256
+        assert quantization is None or f"matrices of layers are quantised to {quantization}" in "\n".join(told)
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:
         backend.close()
@@ -189,7 +192,7 @@ def test_what_an_engine_refuses_is_refused_in_three_parts(tmp_path, capsys, chan
 # Parameters that this program leaves at their defaults, which no error forbids: their advice is never printed.
 AT_THEIR_DEFAULTS = {"deterministic", "cuda_graphs", "cpu_compile", "host_cache_size", "max_num_sequences",
                      "max_beam_width", "peft_cache_config", "tokens_per_block", "disk_cache_path", "disk_cache_size",
-                     "disk_cache_read_only", "enable_block_reuse", "quantization"}
+                     "disk_cache_read_only", "enable_block_reuse"}
 # Advice in errors of later steps, when an engine starts or runs.
 OF_AN_ENGINE = {"thread_count.py", "weight_form.py", "torch_fixed_tiles.py"}
 
@@ -218,7 +221,7 @@ def test_every_piece_of_advice_names_an_option_of_this_program():
         assert set(re.findall(r"--[a-z-]+", shown)) <= options | {"--", "--upgrade"}, text
         if file not in OF_AN_ENGINE:
             named = set(re.findall(r"[a-z_]+(?![a-z_(])", shown.replace("(max_tokens=...)", ""))) & parameters
-            assert named - {"device", "dtype"} <= AT_THEIR_DEFAULTS, (file, text)
+            assert named - {"device", "dtype", "quantization"} <= AT_THEIR_DEFAULTS, (file, text)
     for words, _ in REWORDED:
         assert any(words in text for _, text in advice), words
 
