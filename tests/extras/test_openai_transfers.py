@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 from batch_manager import ConfigError, KvCacheConfig, KvTransferConfig, TrtGptModelOptionalParams  # noqa: E402
