@@ -343,13 +343,13 @@ class Admission:
         self._refuse_unsupported(raw, values, sampling.beam_width)
 
         prompt, scalars, drafts = values["input_ids"], raw.scalars, values.get("draft_input_ids", ())
-        max_new_tokens, warnings = self._fit(len(prompt), scalars["request_output_len"])
         if drafts:
             self._check_drafts(raw, len(prompt), len(drafts))
-            if len(drafts) >= max_new_tokens:
-                warnings += (f"draft_input_ids was cut from {len(drafts):,} to {max_new_tokens - 1:,}: the request "
-                             f"generates {counted(max_new_tokens, 'token')}",)
-                drafts = drafts[:max_new_tokens - 1]
+        max_new_tokens, warnings = self._fit(len(prompt), scalars["request_output_len"])
+        if len(drafts) >= max_new_tokens:
+            warnings += (f"draft_input_ids was cut from {len(drafts):,} to {max_new_tokens - 1:,}: the request "
+                         f"generates {counted(max_new_tokens, 'token')}",)
+            drafts = drafts[:max_new_tokens - 1]
         return_context_logits = scalars.get("return_context_logits", False)
         return_generation_logits = scalars.get("return_generation_logits", False)
         return_log_probs = scalars.get("return_log_probs", False)
