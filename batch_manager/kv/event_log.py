@@ -114,7 +114,8 @@ class EventLog:
         self._blocks: dict[PrefixNode, _Block] = {}          # of all nodes, parents before their children
         self._num_blocks = cache_of.num_blocks, self._cache.host.num_blocks
         self.num_events = self.num_dropped = 0
-        self._drafts = [_Draft("created")]
+        self._drafts = [_Draft("created")]                   # without numbers
+        self._numbered: list[_Draft] = []                    # and not collected
         self._most_kept, self._kept, self._one_at_a_time = most_kept, deque[_Draft](), threading.Lock()
         self._log = log
         self.lora_task_id: int | None = None
@@ -174,10 +175,17 @@ class EventLog:
 
     def collect(self) -> Sequence[KvEvent]:
         """Return the events since the last call."""
+        self._number()
+        drafts, self._numbered = self._numbered, []
+        return _Events(drafts, self._event)
+
+    def _number(self) -> None:
+        """Number the changes so far, and keep them for `take_kept`."""
         drafts, self._drafts = self._drafts, []
         for number, draft in enumerate(drafts, self.num_events):
             draft.number = number
         self.num_events += len(drafts)
+        self._numbered += drafts
         if self._most_kept:
             with self._one_at_a_time:
                 self._kept.extend(drafts)
@@ -188,7 +196,6 @@ class EventLog:
                 self.num_dropped += too_many
                 self._log.log(logging.WARNING, "%d KV events were dropped (%d so far), because take_kv_events was not "
                               "called in time; raise KvCacheConfig.event_buffer_max_size", too_many, self.num_dropped)
-        return _Events(drafts, self._event)
 
     def take_kept(self) -> list[KvEvent]:
         """Return the collected events that no call has returned yet, at most `most_kept`, the newest ones."""
@@ -197,10 +204,12 @@ class EventLog:
         return list(map(self._event, kept))
 
     def snapshot(self) -> Sequence[KvEvent]:
-        """Return events that say what can be found now, to a subscriber that begins with the next collected event.
+        """Return events that say what can be found now, to a subscriber that goes on with the event after them.
 
-        All have the number of the last collected event, or -1.
+        All have the number of the newest event. Inside a callback, events of the running iteration are among those
+        that they replace.
         """
+        self._number()
         newest = self.num_events - 1
         drafts = [_Draft("created", number=newest)]
         for block in self._blocks.values():

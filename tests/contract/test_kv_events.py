@@ -189,6 +189,21 @@ def test_events_are_kept_for_a_reader_and_the_oldest_are_dropped(make_manager, n
     manager.shutdown()
 
 
+def test_a_snapshot_in_a_callback_replaces_all_events_up_to_its_number(watched):
+    world, snapshots = watched(), []
+    world.client.on_send = lambda *_: snapshots.append(list(world.loop.kv_events.snapshot()))
+    for request_id in range(4):
+        world.ask(request_id, [*PROMPT[:5], *[request_id] * 6], 9, streaming=True)
+    assert len(snapshots) > 20
+    for snapshot in snapshots:
+        begins, goes_on = Replay(), Replay()
+        for event in snapshot:
+            begins.take(event)
+        for event in world.events[:snapshot[0].event_id + 1]:
+            goes_on.take(event)
+        assert begins.blocks == goes_on.blocks and not begins.complaints
+
+
 def test_callbacks_of_two_managers_may_each_ask_the_other(make_manager, new_request):
     clients, managers, asked = [Client(), Client()], [], [0, 0]
 
