@@ -11,6 +11,7 @@ batch from there, and at the end the number -1.
 """
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from ..contained_log import log
+from ..contained_log import RateLimitedLog
 from ..errors import ConfigError
 from ..kv_events import KvEvent
 from ..option_values import exact_integer
@@ -143,15 +144,15 @@ class KvEventPublisher:
         return socket
 
     def _publish_for_ever(self) -> None:
-        is_open = True
+        is_open, failures = True, RateLimitedLog(time.monotonic)
         while is_open:
-            with suppress(Empty):
-                is_open = self._publish(self._queue.get(timeout=SECONDS_BETWEEN_LOOKS))
             try:
+                with suppress(Empty):
+                    is_open = self._publish(self._queue.get(timeout=SECONDS_BETWEEN_LOOKS))
                 while self._router is not None and self._router.poll(0):
                     self._replay(self._router)
-            except zmq.ZMQError as error:          # a subscriber that has gone
-                log.warning("a request to replay KV events failed: %s", error)
+            except Exception as error:             # a batch that cannot be encoded, or a subscriber that has gone
+                failures.log(logging.WARNING, "KV events were not published: %s", error, raised=error)
         self._context.destroy(linger=1000)
 
     def _publish(self, batch: tuple[int, Sequence[KvEvent]] | None) -> bool:

@@ -148,6 +148,22 @@ def test_batches_without_room_are_dropped_and_leave_a_gap():
     publisher.close()
 
 
+def test_a_batch_that_cannot_be_written_is_a_gap():
+    publisher = KvEventPublisher(LOCAL, replay_endpoint=LOCAL, topic="kv", max_queue_size=2)
+    for events in (["no event"], [KvEvent(0, "created", 1, SIZE)]):
+        publisher(events)
+    subscriber = Subscriber(publisher.addresses, in_arrays=False)
+    try:
+        subscriber.expected = 1
+        for _ in range(1000):
+            if subscriber.expected < 2:
+                subscriber.catch_up()
+        assert subscriber.expected == 2
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
 @pytest.mark.parametrize("text, expected", [
     ("{", "is no JSON"), ("[]", "is no object; known are buffer_steps, enable_kv_cache_events, endpoint"),
     ('{"port": 5}', "has 'port'"), ('{"publisher": "kafka"}', "publisher is 'kafka'.*expected zmq or null"),
