@@ -128,7 +128,8 @@ def _reject_drafts(drafts: Mapping[int, int], starts: Sequence[int], sampled: Se
         if request.state is COMPLETE or request in over or request in void or request.seq_slot not in drafts:
             continue
         request.propose(())
-        if count := 1 + drafts[request.seq_slot] - (starts[row + 1] - starts[row]):
+        count = 1 + drafts[request.seq_slot] - (starts[row + 1] - starts[row])
+        if count:
             rejected[request] = count
     if rejected:
         resources.reject_drafts(list(rejected), list(rejected.values()))
