@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import gc
+import random
 import sys
 import threading
 import time
@@ -112,6 +113,16 @@ def cuda_is_started():
         from tests.harness.gpu import start_cuda
 
         start_cuda()
+
+
+@pytest.fixture(autouse=True)
+def draws_depend_on_no_other_test():
+    """Seed the generators of the process. Which tests ran in it before depends on the times that they took."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=os.environ.get("BATCH_MANAGER_GPU_REHEARSAL") == "1")
