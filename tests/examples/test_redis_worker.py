@@ -13,6 +13,7 @@ import time
 import zlib
 from argparse import Namespace
 from importlib.util import find_spec
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_entries_are_kept_while_the_worker_lives_and_left_at_its_end(server, mon
     b'{"input_ids": ' + b"9" * 5000 + b"}", b'{"input_idz": [1]}',
     b'{"input_ids": [5], "input_ids": [6], "request_output_len": 4}', b'{"\\ud800": 1}'])
 def test_a_bad_payload_is_answered_with_an_error(server, payload):
-    driven = Driven(server, f"bad-{random.getrandbits(60)}")
+    driven = Driven(server, f"bad-{uuid4().hex}")
     names = [driven.add(payload), driven.add(payload, field="else")]
     assert driven.get(4) == []
     driven.worker.write()
@@ -290,7 +291,7 @@ def test_an_entry_that_ends_every_worker_is_answered_with_an_error(server):
     ("[MODEL_ERROR] boom", True), ("[DEADLINE] late", True), ("[SHUTDOWN] it ends", False), ("[QUEUE_FULL] 9", False),
     ("[ENGINE_FAILED] gone", False)])
 def test_an_error_of_the_request_is_its_answer_and_one_of_the_engine_is_not(server, error, is_answered):
-    driven = Driven(server, f"error-{random.getrandbits(60)}")
+    driven = Driven(server, f"error-{uuid4().hex}")
     name = driven.add(ASKED)
     (request,) = driven.get(1)
     driven.respond(request, [10])
@@ -311,7 +312,7 @@ def test_the_callbacks_do_without_redis():
 
 @pytest.mark.parametrize("health", [{"state": "FAILED", "is_hanging": False}, {"state": "RUNNING", "is_hanging": True}])
 def test_a_worker_whose_engine_is_not_well_leaves_its_entries(server, health):
-    driven = Driven(server, f"ill-{random.getrandbits(60)}")
+    driven = Driven(server, f"ill-{uuid4().hex}")
     driven.add(ASKED)
     assert len(driven.get(1)) == 1
     assert driven.worker.run(Namespace(health=lambda: health), threading.Event()) is False
