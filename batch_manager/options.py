@@ -277,7 +277,7 @@ def make_admission(arguments: EngineArguments, parts: Parts, limits: Limits, blo
 def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfig) -> None:
     """Raise ConfigError for what an engine of several ranks cannot do. Each rank refuses it alone."""
     params, own_device = arguments.optional_params, "each rank has a device of its own"
-    packed, whole = "their steps have the form packed alone", "only model classes of this package are divided"
+    packed, whole = "their steps are compiled or packed", "only model classes of this package are divided"
     for fact, is_so, reason, way_out in (
             ("TrtGptModelType.V1 is set", arguments.is_static, packed, "use InflightFusedBatching"),
             ("disk_cache_path is set", params.kv_cache_config.disk_cache_path is not None,
@@ -286,8 +286,8 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
              "each rank has a part of every block", "leave kv_transfer_config out"),
             ("Parts.block_store is set", parts.block_store is not None, "each rank has a part of every block",
              "leave Parts.block_store out"),
-            ("cpu_compile is True", params.cpu_compile, packed, "leave cpu_compile out"),
-            ("quantization is set", params.quantization is not None, packed, "leave quantization out"),
+            ("quantization is set", params.quantization is not None, "each rank reads its part of a matrix as numbers",
+             "leave quantization out"),
             ("cuda_graphs is True", params.cuda_graphs, packed, "leave cuda_graphs out"),
             ("model_implementation is 'transformers'", params.model_implementation == "transformers", whole,
              "leave model_implementation out"),

@@ -55,27 +55,26 @@ class Linear:
         share = Share(context.split.rank, context.split.size, _SHARED[split], by_head is not None, copies)
         stored = weights.linear(names, in_size, sizes, bias=bias, transposed=transposed, row_order=row_order,
                                 scale=scale, share=share)
-        added_last = None                              # a bias that is added after the sum over processes
-        is_summed = split == "rows" and context.split.size > 1
-        if is_summed:
-            added_last, stored = stored.bias, replace(stored, bias=None)
+        self._is_summed = split == "rows" and context.split.size > 1
+        if self._is_summed and context.split.rank > 0:
+            stored = replace(stored, bias=None)        # the first process adds it
         if context.quantization is not None and isinstance(stored, Dense):
             stored = quantised(stored, context.quantization, weights)
         form = make_weight_form(stored, context)
-        self._matrix, self._outputs = None if is_summed else form.matrix, sum(sizes)
+        self._matrix, self._outputs = form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
         self._adapter = adapter = None if context.adapters is None else context.adapters.of(
             self.names, in_size, sizes, row_order=row_order, scale=scale, share=share)
-        if adapter is not None or is_summed:
+        if adapter is not None or self._is_summed:
             self._multiply, self._add_product = self._with_ports, self._add_with_ports
-            self._multiply_arguments = self._add_arguments = (form, adapter, context.split if is_summed else None,
-                                                              added_last)
+            self._multiply_arguments = self._add_arguments = (form, adapter, context.split if self._is_summed else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [T, in] as a new tensor [T, out]."""
         if isinstance(x, Rows):
-            return x.multiplied(self._matrix, self._outputs, adapter=self._adapter)
+            y = x.multiplied(self._matrix, self._outputs, adapter=self._adapter)
+            return y.summed() if self._is_summed else y
         return self._multiply(x, *self._multiply_arguments)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -85,22 +84,22 @@ class Linear:
         product is also rounded, before the addition.
         """
         if isinstance(x, Rows):
+            if self._is_summed:
+                return residual + self(x)
             return x.multiplied(self._matrix, self._outputs, adds_to=residual, adapter=self._adapter)
         return self._add_product(x, residual, *self._add_arguments)
 
-    def _with_ports(self, x: torch.Tensor, form: WeightForm, adapter: AdapterModule | None, split: Split | None,
-                    bias: torch.Tensor | None) -> torch.Tensor:
+    def _with_ports(self, x: torch.Tensor, form: WeightForm, adapter: AdapterModule | None, split: Split | None
+                    ) -> torch.Tensor:
         y = form.multiply(x, *form.multiply_arguments)
         if adapter is not None:
             adapter.add(y, x)
-        if split is not None:
-            y = split.sum(y)
-        return y if bias is None else y.add_(bias)
+        return y if split is None else split.sum(y)
 
     def _add_with_ports(self, x: torch.Tensor, residual: torch.Tensor, form: WeightForm, adapter: AdapterModule | None,
-                        split: Split | None, bias: torch.Tensor | None) -> torch.Tensor:
+                        split: Split | None) -> torch.Tensor:
         if split is not None:
-            return residual.add_(self._with_ports(x, form, adapter, split, bias))
+            return residual.add_(self._with_ports(x, form, adapter, split))
         y = form.add_product(x, residual, *form.add_arguments)
         adapter.add(y, x)
         return y

@@ -11,7 +11,7 @@ from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.fixed_pieces import elementwise, row_by_row
 from ..weights.source import Shape, Weights
 from .context import ONE_PROCESS, LayerContext, Split
-from .recording import Rows
+from .recording import NotRecordableError, Rows
 
 
 class RmsNorm:
@@ -29,7 +29,8 @@ class RmsNorm:
         self.weight = weight[part * size : (part + 1) * size]
         self.epsilon, self.weight_offset = epsilon, weight_offset
         self._norm, self._is_deterministic = dispatch.kernel("rms_norm", context.device), context.deterministic
-        if processes.size > 1:
+        self._is_of_parts = processes.size > 1
+        if self._is_of_parts:
             if context.deterministic and context.device.type != "cpu":
                 raise ConfigError(f"deterministic is True, and {name} norms rows over {processes.size} GPUs",
                                   "on GPUs the bits of such a sum depend on the number of rows",
@@ -39,6 +40,8 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, of two or three dimensions, as a new tensor."""
         if isinstance(x, Rows):
+            if self._is_of_parts:
+                raise NotRecordableError("it norms rows of which each rank has a part")
             return x.normed(self.weight, None, self.epsilon, self.weight_offset)
         return self._norm(x, self.weight, self.epsilon, weight_offset=self.weight_offset,
                           deterministic=self._is_deterministic)

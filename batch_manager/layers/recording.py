@@ -112,6 +112,11 @@ class Rows:
             self.recording.adapt(self, result, adapter)
         return result
 
+    def summed(self) -> "Rows":
+        """Record that these rows, a whole register, are replaced by their sum over the processes that share the layer.
+        """
+        return self.recording.sum_over_processes(self)
+
     def activated(self, kind: str, *, gated: bool) -> "Rows":
         """Record an activation. With `gated`, the first half of the columns is activated and multiplied by the second.
         """
@@ -130,6 +135,7 @@ class Recording:
     whole       registers other than register 0 whose rows have no padding
     result      the register of the output
     kept        objects that the operations point to, kept alive
+    cuts        (number of operations before it, its rows) of each sum over the processes that share the model
     prepared    (register, column, width) of rows -> the register that has them prepared for quantised matrices
     """
 
@@ -140,6 +146,7 @@ class Recording:
     whole: set[int] = field(default_factory=set)
     result: int = 0
     kept: list[Any] = field(default_factory=list)
+    cuts: list[tuple[int, Rows]] = field(default_factory=list)
     prepared: dict[tuple[int, int, int], Rows] = field(default_factory=dict)
 
     def incoming(self, width: int) -> Rows:
@@ -185,6 +192,11 @@ class Recording:
             self.add(ADD, [rows, result, other], [rows.width])
         result.heads = rows.heads
         return result
+
+    def sum_over_processes(self, rows: Rows) -> Rows:
+        self.cuts.append((len(self.operations), rows))
+        self._written(rows)
+        return rows
 
     def norm(self, rows: Rows, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float, offset: float) -> Rows:
         result = self.register(rows.width)
@@ -318,9 +330,10 @@ class RecordedAttention:
 
 
 def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, attention: RecordedAttention,
-           make: Callable[[torch.dtype], Any] = Recording) -> Any:
+           make: Callable[[torch.dtype], Any] = Recording, may_be_input: bool = False) -> Any:
     """Record `forward(hidden, positions, attention)` in a new recording, `make(dtype)`, and return the recording.
 
+    may_be_input   whether the result may be in the register of the hidden states that it was given
     Raises NotRecordableError if an operation of `forward` cannot be recorded.
     """
     recording = make(dtype)
@@ -332,7 +345,8 @@ def record(forward: Callable[..., Any], hidden_size: int, dtype: torch.dtype, at
     except Exception as error:              # torch, or the model, rejects stand-ins for tensors
         fault = f"{type(error).__name__}: {error}"
         raise NotRecordableError(f"its forward failed while it was recorded: {fault}") from error
-    if not isinstance(result, Rows) or result.width != hidden_size or result.column or result.register == 0:
+    if (not isinstance(result, Rows) or result.width != hidden_size or result.column
+            or result.register == 0 and not may_be_input):
         raise NotRecordableError("its forward does not return rows of the hidden size")
     recording.result = result.register
     return recording

@@ -64,7 +64,8 @@ def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
 
 def types_kept(context: LayerContext) -> Collection[str]:
     """Return the types of quantised blocks that layers multiply as a file has them."""
-    return QUANTISED_TYPES if context.compiled_step and context.dtype in COMPILED_TYPES else ()
+    is_whole = context.split.size == 1                 # blocks do not end where the part of a process does
+    return QUANTISED_TYPES if context.compiled_step and context.dtype in COMPILED_TYPES and is_whole else ()
 
 
 def quantised_bytes(quantization: str, num_weights: int) -> int:

@@ -135,7 +135,8 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         operations, held = Operations(handlers), held_bytes(parts, loaded)
         if part is not None:
             most_rows = max(sizes.step_tokens, params.max_batch_size * max_beam_width)
-            return part.make_backend(parts, loaded, operations, absent, info, held, stages, layout, most_rows)
+            return part.make_backend(asked, absent, parts, loaded, spec, sink, operations, info, held, stages,
+                                     most_rows)
         # The number of threads is set once for all steps, on the loading thread.
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
             forms = make_forms(asked, absent, parts, loaded, spec, graph_sizes=sizes.graphs, sink=sink,

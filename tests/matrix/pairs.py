@@ -79,7 +79,7 @@ REASONS: dict[str, Reason] = {
         "run_ahead is True, and parallel_config has 2 ranks; the stages already work at several micro-batches at a "
         "time; leave run_ahead out")),
     **dict.fromkeys(("VT", "VY"), Reason("ranks do not pad", says=(
-        "TrtGptModelType.V1 is set, and parallel_config has 2 ranks; their steps have the form packed alone; use "
+        "TrtGptModelType.V1 is set, and parallel_config has 2 ranks; their steps are compiled or packed; use "
         "InflightFusedBatching"))),
     "NK": Reason("as with block reuse", off="K", says=(
         "KvCacheConfig.enable_block_reuse is switched off: with sink tokens every prompt is computed in full")),
@@ -109,8 +109,8 @@ REASONS: dict[str, Reason] = {
     **dict.fromkeys(("TS", "YS"), Reason("ranks verify no drafts yet", says=(
         "speculative_config is set, and parallel_config has 2 ranks; several ranks verify no draft tokens yet; leave "
         "speculative_config out"))),
-    **dict.fromkeys(("TQ", "YQ"), Reason("steps of ranks are not compiled", says=(
-        "quantization is set, and parallel_config has 2 ranks; their steps have the form packed alone; leave "
+    **dict.fromkeys(("TQ", "YQ"), Reason("ranks read parts of matrices as numbers", says=(
+        "quantization is set, and parallel_config has 2 ranks; each rank reads its part of a matrix as numbers; leave "
         "quantization out"))),
     "KQ": Reason("blocks are of the same weights, quantised in the same way"),
 }

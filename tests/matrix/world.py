@@ -98,8 +98,6 @@ class World:
         self._draw_options(draw)
         if exact and not self.is_scripted:
             self.options |= {"deterministic": True, "quantization": None}
-        if "deterministic" in self.options and set(letters) & set("TY"):
-            self.options["cpu_compile"] = False            # steps of ranks are not compiled
         self.is_exact = self.is_scripted or "deterministic" in self.options and self.tensor_size == 1
         self.asks = self._draw_asks(draw)
         most = max(self._most_blocks(ask) for ask in self.asks)

@@ -8,6 +8,7 @@ import torch
 
 from batch_manager.attention.interface import PackedStep
 from batch_manager.attention.torch_paged import TorchPagedAttention
+from batch_manager.layers.context import ONE_PROCESS
 from batch_manager.layers.recording import RecordedAttention, record
 from batch_manager.models import load_model
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
@@ -72,6 +73,7 @@ class Driver:
 
     shuffled   sequences get blocks in random order
     compiled   run the layers as a compiled step; otherwise, in torch
+    split      the processes that share the model
     """
 
     loaded: object
@@ -80,6 +82,7 @@ class Driver:
     num_blocks: int = 160
     attention_class: type = TorchPagedAttention
     compiled: bool = False
+    split: object = ONE_PROCESS
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -93,7 +96,7 @@ class Driver:
             with torch.inference_mode():
                 recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
             self.step = CompiledForward(recording, self.pool, spec.num_heads, ThreadGovernor(2),
-                                        getattr(self, "port", None))
+                                        getattr(self, "port", None), split=self.split)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 

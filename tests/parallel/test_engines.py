@@ -9,12 +9,19 @@ import json
 import os
 import threading
 import time
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from batch_manager import ConfigError, KvCacheConfig, PeftCacheConfig
+from batch_manager.runtime.forms import table
+from batch_manager.runtime.forms.compiled.forward import check_compiled
+from batch_manager.runtime.forms.form import NoForm
+from batch_manager.runtime.ranks import part
+from batch_manager.triton_kernels.cpu.native.library import CannotCompileError
 from tests.harness.adapters import tensors_of, with_adapter_of_size
 from tests.harness.client import Client
 from tests.models.conftest import reference  # noqa: F401
@@ -67,6 +74,9 @@ def engines(reference, fork_server):  # noqa: F811
         model, folder = reference(family, **{**options, **MORE.get(family, HEADS)})
         jobs[sizes, case, "adapters"] = adapted_job(model, folder, sizes)
     answers = run_ranks(Processes(fork_server), free_port(), list(jobs.values()), 4)
+    for key, (_, records) in zip(jobs, answers):
+        norms_parts = key[1].startswith("olmo") and key[0][0] > 1
+        assert json.loads(records[-1])["Packed Steps" if norms_parts else "Compiled Steps"] > 0, key
     return {key: (models.get(key), jobs[key], answer) if "adapters" not in key else (jobs[key], answer, records)
             for key, (answer, records) in zip(jobs, answers)}
 
@@ -106,7 +116,7 @@ def test_engines_have_the_tokens_and_logits_of_transformers(sizes, case, engines
             assert np.abs(answer.tensors["context_logits"].reshape(logits.shape) - logits).max() < 1e-4
     if sizes == (1, 2):
         options = {name: value for name, value in job.options.items() if name not in ("tensor", "stages")}
-        alone, _ = run_alone(job._replace(options={**options, "device": "cpu", "cpu_compile": False}))    # as ranks
+        alone, _ = run_alone(job._replace(options={**options, "device": "cpu"}))
         check_bits(answers, alone)
 
 
@@ -131,6 +141,33 @@ def test_requests_with_adapters_and_without_are_as_in_one_process(sizes, case, e
         assert np.abs(difference).max() < 1e-3
     figures = json.loads(records[-1])
     assert figures["LoRA Device Pages"] == 6 and figures["LoRA Evictions"] > 0
+
+
+def run_where_rank_1_cannot_compile(port, rank, job, name):
+    """Return the answers, and on rank 0 why its steps are not compiled."""
+    if rank:
+        with mock.patch.object(part if name == "check_compiled" else table, name, partial(cannot_compile, name)):
+            return run_rank(port, rank, [job])
+    managers = []
+    answers, _ = run_alone(job, lambda client: managers.append(manager_of(port, 0, job, client)) or managers[0])
+    return answers, managers[0].info.absent["compiled"]
+
+
+def cannot_compile(name, *given):
+    if name == "load_library":
+        raise CannotCompileError("no compiler here")
+    check_compiled(*given)                             # takes part in what the ranks exchange
+    raise NoForm("differs from the layers", is_wrong=True)
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("load_library", "on rank 1, no compiler here"),
+    ("check_compiled", "Llama cannot be compiled: on rank 1, differs from the layers")])
+def test_no_step_is_compiled_if_one_rank_cannot(name, reason, reference, processes, port):  # noqa: F811
+    job = Job(reference("Llama", num_hidden_layers=2, **HEADS)[1], [((0, PROMPTS[0], 3), {})], {"tensor": 2})
+    (answers, absent), _ = processes.run(run_where_rank_1_cannot_compile, [(port, rank, job, name) for rank in (0, 1)])
+    assert absent == reason
+    assert answers[0].tokens == run_alone(job._replace(options={"device": "cpu"}))[0][0].tokens and not answers[0].error
 
 
 def refusal(port, rank, job):

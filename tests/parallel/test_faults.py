@@ -1,5 +1,8 @@
 """A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone.
 
+Steps run in either form of several ranks: in `packed`, a rank fails before a product of a layer, and in `compiled`
+before a call for the operations between two sums.
+
 A callback that takes longer than rank_timeout_s costs none. A killed rank is named, wherever it was.
 """
 
@@ -13,7 +16,9 @@ import pytest
 
 from batch_manager.layers.linear import Linear
 from batch_manager.parallel.link import Link
+from batch_manager.runtime.forms.compiled import forward as compiled
 from batch_manager.runtime.ranks.staged_model import StagedModel
+from batch_manager.triton_kernels.cpu.native.library import load_library
 from tests.harness.client import Client
 from tests.harness.requests import request
 from tests.models.conftest import reference  # noqa: F401
@@ -24,21 +29,27 @@ from .engines import SECONDS, Job, manager_of, run_rank
 
 POISON = 96                         # the request at fault has this token before one of VICTIMS
 PROMPTS = [[1, 2, 3], [5] * 20, [7, POISON, 9], [11, 12] * 9, [13]]
-NUM_PRODUCTS = 8                    # of a model call: four for each of the two layers
-# token -> what a step with it does, after how many products: every product of every layer raises in one. An exception
-# at any other place of a step is that of test_exchange.py.
-VICTIMS = {**{20 + after: ("raises", after) for after in range(NUM_PRODUCTS)}, 30: ("memory", 1), 31: ("nan", 0)}
+NUM_LAYERS = 2
+# token -> what a step with it does, after how many products or calls: every one of them raises in one. An exception at
+# any other place of a step is that of test_exchange.py.
+VICTIMS = {**{20 + after: ("raises", after) for after in range(4 * NUM_LAYERS)}, 30: ("memory", 0), 31: ("nan", 0)}
 CODES = {"raises": "[MODEL_ERROR]", "memory": "[OUT_OF_MEMORY]", "nan": "[NON_FINITE_LOGITS]"}
-FAULTS = [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1), ((2, 2), 3)]       # sizes, rank at fault
+# sizes, whether steps are compiled, rank at fault
+FAULTS = [((2, 1), True, 0), ((2, 1), True, 1), ((2, 1), False, 1), ((1, 2), True, 0), ((1, 2), False, 1),
+          ((2, 2), True, 3)]
 TIMEOUT_S = 4.0
-SLOW = (2, 2), 0, "is slow"
-# (sizes, rank that is killed, after how many products of a step; None: before it tells rank 0 that a step is done)
-LOSSES = [((2, 1), 1, 6), ((2, 1), 1, None), ((4, 1), 3, 3), ((2, 2), 1, 1), ((2, 2), 3, 3), ((1, 2), 1, 2)]
+SLOW = (2, 2), True, 0, "is slow"
+# (sizes, whether steps are compiled, rank that is killed, after how many products or calls of a step; None: before it
+# tells rank 0 that a step is done)
+LOSSES = [((2, 1), True, 1, 3), ((2, 1), True, 1, None), ((4, 1), True, 3, 2), ((2, 2), True, 1, 1),
+          ((2, 2), False, 3, 3), ((1, 2), True, 1, 0)]
 
 
-def victims_of(sizes):
-    """Return the tokens of VICTIMS that have an effect: a stage has its part of the products."""
-    return [token for token, (_, after) in VICTIMS.items() if after < NUM_PRODUCTS // sizes[1]]
+def victims_of(sizes, is_compiled):
+    """Return the tokens of VICTIMS that have an effect: a layer has four products, and two sums between ranks."""
+    layers = NUM_LAYERS // sizes[1]
+    count = (1 + 2 * layers * (sizes[0] > 1)) if is_compiled else 4 * layers
+    return [token for token, (_, after) in VICTIMS.items() if after < count]
 
 
 def kill_this():
@@ -68,16 +79,33 @@ def planted(victims):
                     due[:] = after, kind
         return hidden
 
+    def count():
+        if due:
+            due[0] -= 1
+            if due[0] < 0:
+                fail(due[1])
+
     def counted(method):
         def call(self, *given):
-            if due:
-                due[0] -= 1
-                if due[0] < 0:
-                    fail(due[1])
+            count()
             return method(self, *given)
         return call
 
-    with (mock.patch.object(StagedModel, "embed", poisoned),
+    class Library:
+        """The compiled code. Without memory, a call of it says so."""
+
+        def __getattr__(self, name):
+            return getattr(load_library(), name)
+
+        def run_step(self, *given):
+            try:
+                count()
+            except MemoryError:
+                return 1
+            return load_library().run_step(*given)
+
+    with (mock.patch.object(compiled, "load_library", Library),
+          mock.patch.object(StagedModel, "embed", poisoned),
           mock.patch.object(Linear, "__call__", counted(Linear.__call__)),
           mock.patch.object(Linear, "add_to", counted(Linear.add_to))):
         yield
@@ -99,7 +127,7 @@ def run_with_faults(port, rank, jobs):
     """Run each job, with the fault of each on the rank at fault. Rank 0 returns the answers."""
     answers = []
     for job, fault in jobs:
-        at_fault = fault is not None and fault[1] == rank
+        at_fault = fault is not None and fault[2] == rank
         with contextlib.nullcontext() if not at_fault else slow_once() if fault is SLOW else planted(VICTIMS):
             found = run_rank(port, rank, [job])
         answers.append(found and found[0][0])
@@ -111,11 +139,11 @@ def answers(reference, fork_server):  # noqa: F811
     """Return fault -> answers; None: without a fault. The id of a request at fault is its token of VICTIMS."""
     folder = reference("Llama", **HEADS)[1]
     requests = [((number, prompt, 6), {}) for number, prompt in enumerate(PROMPTS)]
-    at_fault = {fault: [((token, [7, POISON, token], 6), {}) for token in victims_of(fault[0])] for fault in FAULTS}
+    at_fault = {fault: [((token, [7, POISON, token], 6), {}) for token in victims_of(*fault[:2])] for fault in FAULTS}
     jobs = [(Job(folder, requests + at_fault.get(fault, []), {
-        "tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3,
+        "tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "cpu_compile": is_compiled,
         "rank_timeout_s": TIMEOUT_S if fault is SLOW else 30}), fault)
-        for sizes, fault in [((2, 1), None), *((fault[0], fault) for fault in [*FAULTS, SLOW])]]
+        for sizes, is_compiled, fault in [((2, 1), True, None), *((*fault[:2], fault) for fault in [*FAULTS, SLOW])]]
     port = free_port()
     found = Processes(fork_server).run(run_with_faults, [(port, rank, jobs) for rank in range(4)])[0]
     return {fault: answer for (_, fault), answer in zip(jobs, found)}
@@ -127,7 +155,7 @@ def test_a_fault_in_any_layer_costs_the_request_at_fault_alone(fault, answers):
     assert not any(answer.error for answer in expected.values())
     for number, answer in expected.items():
         assert got[number].tokens == answer.tokens and not got[number].error
-    for token in victims_of(fault[0]):
+    for token in victims_of(*fault[:2]):
         assert got[token].error.startswith(CODES[VICTIMS[token][0]]), (token, got[token].error)
 
 
@@ -169,11 +197,11 @@ def run_until_lost(port, rank, job, lost, after):
         return health, [client.final(number).error for number in client.responses]
 
 
-@pytest.mark.parametrize("sizes, lost, after", LOSSES)
-def test_a_killed_rank_is_named_wherever_it_was(reference, processes, port, sizes, lost, after):  # noqa: F811
+@pytest.mark.parametrize("sizes, is_compiled, lost, after", LOSSES)
+def test_a_killed_rank_is_named_wherever_it_was(reference, processes, port, sizes, is_compiled, lost, after):  # noqa: F811
     folder = reference("Llama", **HEADS)[1]
     job = Job(folder, [((number, prompt, 40), {}) for number, prompt in enumerate(PROMPTS)],
-              {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3})
+              {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "cpu_compile": is_compiled})
     (health, errors), *others = processes.run(
         run_until_lost, [(port, rank, job, lost, after) for rank in range(sizes[0] * sizes[1])], may_end=(lost,))
     assert health["state"] == "FAILED" and health["ranks"][lost]["state"] == "LOST"

@@ -26,7 +26,6 @@ def start(options, parts, config, model_type=TrtGptModelType.InflightFusedBatchi
 
 
 @pytest.mark.parametrize("options, parts, says, way_out", [
-    ({"cpu_compile": True}, {}, "cpu_compile is True", "leave cpu_compile out"),
     ({"cuda_graphs": True}, {}, "cuda_graphs is True", "leave cuda_graphs out"),
     ({"quantization": "int8"}, {}, "quantization is set", "leave quantization out"),
     ({"model_implementation": "transformers"}, {}, "model_implementation is 'transformers'",

@@ -314,7 +314,7 @@ SET_LATER = {
     "adapters/port.py": ({"_most_sums", "entries", "pool", "_slots", "_planned", "segments", "sent"},
                          "while the model's layers are made; the rows of the planned and of the running step"),
     "forms/compiled/forward.py": ({"positions", "pool_slots", "query_starts", "block_tables", "rows", "adapters",
-                                   "num_sequences", "table_stride", "_memory", "_capacity"},
+                                   "num_sequences", "table_stride", "_memory", "_buffers", "_capacity"},
                                   "arguments of the C call, and growth"),
     "forms/compiled/thread_governor.py": ({"newest", "trial", "next_trial_s", "threads", "interval_s"}, "decisions"),
     "forms/fixed/fused.py": ({"result"}, "of a recording, before it is used"),

@@ -117,7 +117,7 @@ def _no_compiler(asked: Asked) -> str:
 # Word -> (the forms in whose way it is, the function that returns the reason, or "" if it is not there). A form is
 # absent for its first reason in this order; the functions after it are not called.
 OBSTACLES: Mapping[str, tuple[Sequence[str], Callable[[Asked], str]]] = {
-    "ranks": (["graph", "fused", "fixed", "compiled"], lambda asked: (
+    "ranks": (["graph", "fused", "fixed"], lambda asked: (
         f"{asked.num_ranks} ranks exchange hidden states between layers" if asked.num_ranks > 1 else "")),
     "no GPU": (["graph"], lambda asked: (
         "" if asked.device.type == asked.graph.device_type else f"the device is {asked.device}")),

@@ -1,4 +1,4 @@
-"""The backend of one rank: its part of a model in the form `packed`.
+"""The backend of one rank: its part of a model in the form `compiled` or `packed`.
 
 Rank 0 draws the tokens, and tells the other ranks with each step which tokens its generating sequences continue with.
 """
@@ -10,34 +10,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...attention.interface import Attention
 from ...decoding.decoder import GptDecoder
 from ...decoding.logits_return import ROWS_AT_ONCE
 from ...decoding.position_ring import PositionRing
 from ...decoding.slots import CONTEXT_LOGITS, SlotState
 from ...handover import GenerationWork, ScheduledBatch, StepOutput
-from ...models.registry import Model
 from ...seams import PendingStep
 from .. import packing
-from ..adapters.port import LoraPort
 from ..block_tables import BlockTables
 from ..device.running import finish_stream, on_device
 from ..forms.form import Choice
-from ..forms.packed.form import CallsForm, LayersForward
+from ..forms.packed.form import CallsForm
+from ..forms.packed.forwards import Forward
 from ..native_backend import NativeBackend
 from ..packing import Divide, ModelCall
 from .exchange import Exchange, Portion
 
 
-class RankForward(LayersForward):
-    """Runs the layers of this rank's part. See Forward."""
+class RankForward:
+    """Runs the layers of this rank's part in another forward. See Forward.
 
-    def __init__(self, model: Model, attention: Attention, port: LoraPort | None, exchange: Exchange) -> None:
-        super().__init__(model, attention, port)
-        self._exchange = exchange
+    sends   whether to send the hidden states to the stage after, which `forward` does not do
+    """
+
+    def __init__(self, forward: Forward, exchange: Exchange, sends: bool) -> None:
+        self._forward, self._exchange, self._sends = forward, exchange, sends
+        self.dispatch, self.adapts, self.plan = forward.dispatch, forward.adapts, forward.plan
+
+    @property
+    def threads(self) -> int | None:
+        return self._forward.threads
 
     def run(self, call: ModelCall, *given: Any) -> torch.Tensor:
-        hidden = super().run(call, *given)
+        hidden = self._forward.run(call, *given)
+        if self._sends:
+            self._exchange.send(hidden)
         self._exchange.end_part()
         return hidden
 
@@ -53,11 +60,10 @@ class InputTokens:
 
 
 class LayersForm(CallsForm):
-    """The form `packed` of a rank that draws no tokens: the layers, and its part of the head, without sampling and
-    results."""
+    """A form of a rank that draws no tokens: the layers, and its part of the head, without sampling and results."""
 
-    def __init__(self, inputs: InputTokens, splits_head: bool, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, inputs: InputTokens, splits_head: bool, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._inputs, self._splits_head = inputs, splits_head
 
     def start(self, batch: ScheduledBatch, traits: int) -> "RunLayers":
@@ -142,14 +148,15 @@ class RankBackend(NativeBackend):
     exchange    what the ranks exchange in a step
     inputs      of the LayersForm of a rank that draws no tokens; None on rank 0
     splits_head   as for StagedModel
-    """
 
-    choice = Choice("packed", ())                      # of every step
+    choice      of every step: the first form serves every batch
+    """
 
     def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None,
                  splits_head: bool) -> None:
         super().__init__(*given)
         self._divide, self._exchange, self._inputs, self._splits_head = divide, exchange, inputs, splits_head
+        self.choice = Choice(next(iter(self._forms.steps)), ())
 
     def take_drawn(self, batch: ScheduledBatch) -> tuple[Any, ...]:
         """Return what the other ranks need for a step: the tokens with which its generating sequences continue."""

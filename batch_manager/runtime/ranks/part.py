@@ -10,18 +10,22 @@ import torch
 from ...config import ParallelConfig
 from ...decoding.logits_stage import LogitsStage
 from ...errors import ConfigError
+from ...layers.recording import NotRecordableError
 from ...models.decoder import Stage
 from ...models.loading import LoadedModel
+from ...models.spec import ModelSpec
 from ...parallel.mapping import Place
 from ...seams import BackendInfo, MemoryUsage
 from ..device.devices import num_gpus
 from ..device.running import on_device
-from ..forms.form import Forms
-from ..forms.packed.form import CallsForm, LayersHead
-from ..forms.table import log_forms
+from ..forms.compiled.forward import CompiledForward, CompiledHead, check_compiled, record_compiled
+from ..forms.form import Forms, NoForm
+from ..forms.packed.form import CallsForm, LayersForward, LayersHead
+from ..forms.packed.forwards import Forward, Head
+from ..forms.table import Asked, attempt, log_forms
 from ..operations import Operations
-from ..packing import Divide
 from ..parts import DeviceParts
+from ..thread_count import has_openmp
 from ..warm_up import warm_up
 from .backend import InputTokens, LayersForm, RankBackend, RankForward, on_stage
 from .exchange import Exchange, Store
@@ -68,12 +72,14 @@ class RankPart:
         """Return the least value on any rank of each of the numbers."""
         return tuple(min(values) for values in zip(*self.agree(phase, numbers)))
 
-    def make_backend(self, parts: DeviceParts, loaded: LoadedModel, operations: Operations, absent: Mapping[str, str],
-                     make_info: Callable[..., BackendInfo], held: MemoryUsage, own_stages: Sequence[LogitsStage],
-                     layout: Divide, most_rows: int) -> RankBackend:
+    def make_backend(self, asked: Asked, absent: Mapping[str, str], parts: DeviceParts, loaded: LoadedModel,
+                     spec: ModelSpec, sink: int, operations: Operations, make_info: Callable[..., BackendInfo],
+                     held: MemoryUsage, own_stages: Sequence[LogitsStage], most_rows: int) -> RankBackend:
         """Connect the ranks, make the backend of this one, and run the warm-up together with the others.
 
-        layout      a function of packing.py, which divides a step into calls of the model
+        absent      name -> reason for each form that is not wanted, a result of `wanted_forms`
+        spec        the model's spec with the effective windows
+        sink        number of sink tokens of the attention
         most_rows   number of rows of the largest call
         Raises      ConfigError; DeviceLostError if another rank fails
         """
@@ -84,17 +90,65 @@ class RankPart:
             exchange.connect(self.store, engine, address=self.address, timeout_s=self.config.rank_timeout_s,
                              collectives=self.config.collectives or ("gloo" if device.type == "cpu" else "nccl"))
         model = StagedModel(loaded.model, self.stage, exchange)
-        divide, draws = on_stage(layout, self.stage.is_first), self.place.rank == 0
-        inputs = None if draws else InputTokens()
-        forward = RankForward(model, parts.attention, parts.adapters, exchange)
-        given = "packed", parts, model, forward, LayersHead(model), divide
-        forms = Forms([CallsForm(*given) if draws else LayersForm(inputs, model.splits_head, *given)], parts, absent)
+        divide, inputs = on_stage(asked.layout, self.stage.is_first), None if self.place.rank == 0 else InputTokens()
+
+        def form(name: str, forward: Forward, head: Head, threads: int | None = None) -> CallsForm:
+            given = name, parts, model, forward, head, divide
+            if inputs is None:
+                return CallsForm(*given, threads=threads)
+            return LayersForm(inputs, model.splits_head, *given, threads=threads)
+
+        head, absent = LayersHead(model), dict(absent)
+        layers = RankForward(LayersForward(model, parts.attention, parts.adapters), exchange, sends=False)
+        made = [form("packed", layers, head)]
+        with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
+            compiled = self._compiled(absent, asked, parts, replace(loaded, model=model), loaded, spec, sink)
+        if compiled is not None:
+            forward = RankForward(compiled[0], exchange, sends=not self.stage.is_last)
+            made.insert(0, form("compiled", forward, compiled[1] or head,
+                                threads=1 if has_openmp() and compiled[1] is not None else None))
+            if asked.params.deterministic:                 # another form gives other bits
+                made.pop()
+                absent["packed"] = "deterministic is set, and `compiled` serves every batch"
+        forms = Forms(made, parts, absent)
         log_forms(forms)
         # A step is launched when the step before it has been read: the next one's frame has its tokens.
         info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False, max_draft_tokens=0)
-        backend = RankBackend(parts, operations, forms, info, held, divide=layout, exchange=exchange, inputs=inputs,
-                              splits_head=model.splits_head)
+        backend = RankBackend(parts, operations, forms, info, held, divide=asked.layout, exchange=exchange,
+                              inputs=inputs, splits_head=model.splits_head)
         with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
             warm_up(parts, forms, own_stages, backend.start_alike)
         self.agree("warm-up", None)
         return backend
+
+    def _compiled(self, absent: dict[str, str], asked: Asked, parts: DeviceParts, staged: LoadedModel,
+                  loaded: LoadedModel, spec: ModelSpec, sink: int
+                  ) -> tuple[CompiledForward, CompiledHead | None] | None:
+        """Return the compiled forward and head of this rank's part; None, and a reason in `absent`, if a rank has none.
+
+        staged   the model as it runs among the ranks
+        Raises   ConfigError if cpu_compile is True and the model cannot be compiled
+        """
+        for rank, reason in enumerate(self.agree("compiled steps", absent.get("compiled", ""))):
+            if reason:
+                absent.setdefault("compiled", f"on rank {rank}, {reason}")
+
+        def make() -> tuple[CompiledForward, CompiledHead | None]:
+            made = self._on_all_ranks("recorded forwards", lambda: record_compiled(
+                parts, loaded, spec, sink, self.exchange, self.stage.is_last))
+            self._on_all_ranks("compared forwards", lambda: check_compiled(parts, staged, made[0]))
+            return made
+        return attempt(absent, loaded.model, asked.params, "compiled", make)
+
+    def _on_all_ranks(self, phase: str, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, which every rank calls. Raises NoForm if it raises on any rank."""
+        made, failed = None, ("", False)
+        try:
+            made = make()
+        except (NotRecordableError, NoForm) as obstacle:
+            failed = str(obstacle), getattr(obstacle, "is_wrong", False)
+        found = self.agree(phase, failed)
+        for rank, (reason, is_wrong) in enumerate(found):
+            if reason:
+                raise NoForm(failed[0] or f"on rank {rank}, {reason}", is_wrong=is_wrong)
+        return made

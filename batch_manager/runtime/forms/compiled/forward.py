@@ -1,6 +1,7 @@
 """Runs a model as compiled code on a CPU: one call for the recorded forward of a step, another call for the head.
 
-`make_compiled` records both, and compares the forward with the model's layers.
+`record_compiled` records both, and `check_compiled` compares the forward with the model's layers. If several processes
+share the model, the forward is cut at their sums: there is a call for the operations between two of them.
 """
 
 import time
@@ -11,6 +12,7 @@ import torch
 
 from ....contained_log import log
 from ....errors import counted
+from ....layers.context import ONE_PROCESS, Split
 from ....layers.recording import NotRecordableError, RecordedAttention, Recording, record, record_head
 from ....models.loading import LoadedModel
 from ....models.spec import ModelSpec
@@ -37,6 +39,7 @@ from .thread_governor import ThreadGovernor
 COMPARED_TOKENS = 5
 LARGEST_HEAD = 256                 # of compiled code
 RANKS_ALIGNED = 8                  # results of A are written in groups of ranks
+NO_SUMS = (None,)                  # the forward of one process is a single piece
 
 
 class CompiledForward:
@@ -50,6 +53,8 @@ class CompiledForward:
     governor      chooses the number of threads of each call
     port          the adapters that the recording adds; None: it adds none
     is_uniform    the bits of a row depend on its sequence alone, if this holds for the matrices; see PanelMatrix
+    split         the processes that share the model. A call that raises between two of its sums leaves the others to
+                  the caller
     Raises        CannotCompileError if the library cannot be built. The caller packs the matrices before it makes a
                   CompiledForward, and packing raises the same error
     """
@@ -57,12 +62,15 @@ class CompiledForward:
     dispatch = "compiled"
 
     def __init__(self, recording: Recording, kv_pool: torch.Tensor, num_heads: int, governor: ThreadGovernor,
-                 port: LoraPort | None = None, is_uniform: bool = False) -> None:
+                 port: LoraPort | None = None, is_uniform: bool = False, split: Split = ONE_PROCESS) -> None:
         self._governor, self._port, self.adapts = governor, port, port is not None
         _, num_layers, _, kv_heads, block_tokens, head_size = kv_pool.shape
         self._library, self._recording, self._kv_pool = load_library(), recording, kv_pool
         self._type = TYPES[recording.dtype]
         self._operations = np.array(recording.operations, np.int64)
+        ends = [number for number, _ in recording.cuts] + [len(self._operations)]
+        self._pieces = [(self._operations[start:].ctypes.data, end - start) for start, end in zip([0, *ends], ends)]
+        self._split, self._buffers = split, {}
         self._offsets, self._row_entries = arrange(recording)
         self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type,
                             is_uniform)
@@ -81,7 +89,9 @@ class CompiledForward:
         if rows > self._capacity:
             self._make_room(rows)
         hidden = hidden.to(recording.dtype).contiguous()
-        result = torch.empty((rows, recording.strides[recording.result]), dtype=recording.dtype, device="cpu")
+        result = hidden
+        if recording.result:                           # on a stage without the last norm, it can be the input
+            result = torch.empty((rows, recording.strides[recording.result]), dtype=recording.dtype, device="cpu")
         self._registers[0], self._registers[recording.result] = hidden.data_ptr(), result.data_ptr()
         # Keep these arrays alive until the call returns: the compiled code has only their addresses.
         arrays = [np.ascontiguousarray(array, dtype) for array, dtype in (
@@ -95,12 +105,22 @@ class CompiledForward:
             adapters = self._adapters(self._port.segments_of(step.slots, step.query_starts), rows)
         call.adapters = None if adapters is None else address(adapters[0])
         threads = self._governor.threads_for(rows)
-        start_s, start_ns = time.perf_counter(), self._library.processor_nanoseconds()
-        if self._library.run_step(address(call), self._operations.ctypes.data, len(self._operations), threads):
-            raise MemoryError(f"no memory for the work list of a step of {counted(rows, 'token')}")
-        self._governor.report(rows, time.perf_counter() - start_s,
-                              (self._library.processor_nanoseconds() - start_ns) * 1e-9)
+        start_ns, seconds = self._library.processor_nanoseconds(), 0.0
+        sums = self._rows_of_sums(rows) if self._buffers else NO_SUMS
+        for (operations, count), terms in zip(self._pieces, sums):
+            start_s = time.perf_counter()
+            if self._library.run_step(address(call), operations, count, threads):
+                raise MemoryError(f"no memory for the work list of a step of {counted(rows, 'token')}")
+            seconds += time.perf_counter() - start_s
+            if terms is not None and (total := self._split.sum(terms)) is not terms:
+                terms.copy_(total)
+        self._governor.report(rows, seconds, (self._library.processor_nanoseconds() - start_ns) * 1e-9)
         return result[:, : hidden.shape[1]]
+
+    def _rows_of_sums(self, rows: int) -> list[torch.Tensor | None]:
+        """Return the rows that are summed after each piece of the operations; None after the last piece."""
+        used = {offset: buffer[:rows] for offset, buffer in self._buffers.items()}
+        return [*(used[self._offsets[cut.register]] for _, cut in self._recording.cuts), None]
 
     def _adapters(self, segments: Sequence[Segment], rows: int) -> tuple[Adapters, list[object]] | None:
         """Return the structure for the adapters of a step, and what it points to; None: no row has one."""
@@ -126,8 +146,14 @@ class CompiledForward:
         If the rows of a register end in padding, the padding stays zero.
         """
         capacity, itemsize = max(rows, 2 * self._capacity), self._recording.dtype.itemsize
-        self._memory = allocate(capacity * self._row_entries * itemsize)
-        start = self._memory.ctypes.data
+        memory, buffers = allocate(capacity * self._row_entries * itemsize), {}
+        if self._recording.cuts:
+            entries = torch.from_numpy(memory).view(self._recording.dtype)
+        for _, cut in self._recording.cuts:
+            stride, offset = self._recording.strides[cut.register], self._offsets[cut.register]
+            own = entries[offset * capacity : (offset + stride) * capacity]
+            buffers[offset] = own.view(-1, stride)[:, : cut.width]       # shared by registers in the same place
+        start, self._memory, self._buffers = memory.ctypes.data, memory, buffers
         self._registers[:] = [start + offset * capacity * itemsize for offset in self._offsets]
         self._capacity = capacity              # set last: if the allocation fails, the old registers stay valid
 
@@ -181,23 +207,40 @@ def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int
                   ) -> tuple[CompiledForward, CompiledHead | None]:
-    """Return the compiled form of a model's forward, after a check that its results on one step agree with the layers'.
+    """Return the result of `record_compiled`, after `check_compiled`. Raises the exceptions of both."""
+    forward, head = record_compiled(parts, loaded, spec, sink)
+    check_compiled(parts, loaded, forward)
+    return forward, head
 
-    The second value is the compiled head; None: the head does more than multiply, and is not compiled.
+
+def record_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int, split: Split = ONE_PROCESS,
+                    is_last: bool = True) -> tuple[CompiledForward, CompiledHead | None]:
+    """Return the compiled form of a model's forward, and of its head; None: the head does more than multiply.
 
     spec      the model's spec with the effective windows
     sink      number of sink tokens of the attention
-    Mutates   block 0 of the KV cache pool, used for the comparison
-    Raises    NotRecordableError, or NoForm if the results differ from those of the layers
+    split     the processes that share the model
+    is_last   whether the model is whole, or its last stage
+    Raises    NotRecordableError
     """
     if obstacle := obstacle_of_model(spec, loaded.dtype):
         raise NotRecordableError(obstacle)
     threads = parts.num_threads or torch.get_num_threads()
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
-    recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded)
+    recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded, may_be_input=not is_last)
     matrix = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
     governor = ThreadGovernor(threads)
-    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters, loaded.deterministic)
+    forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters, loaded.deterministic,
+                              split)
+    return forward, None if matrix is None else CompiledHead(matrix, governor)
+
+
+def check_compiled(parts: DeviceParts, loaded: LoadedModel, forward: CompiledForward) -> None:
+    """Compare the results of the compiled forward on one step with those of the layers. Raises NoForm if they differ.
+
+    If several processes run the model, each calls this function. Mutates block 0 of the KV cache pool.
+    """
+    spec = loaded.spec
     num_tokens = min(COMPARED_TOKENS, parts.tokens_per_block, spec.max_position_embeddings)
     step = first_step(num_tokens, spec.vocab_size, num_tokens)
 
@@ -208,13 +251,13 @@ def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink
             gives_logits=False)
 
     found = difference()
-    if not found and parts.adapters is not None:
+    if parts.adapters is not None:                     # also after a difference, which other ranks may not have
         with parts.adapters.trying():
             parts.adapters.plan(step)
             with parts.adapters.active():
-                found = difference()
-        found = found and f"with a made-up adapter, {found}"
+                adapted = difference()
+        found = found or adapted and f"with a made-up adapter, {adapted}"
     if found:
         raise NoForm(found, is_wrong=True)
+    threads = parts.num_threads or torch.get_num_threads()
     log.info("steps run as compiled code on at most %s; torch runs the rest of a step", counted(threads, "thread"))
-    return forward, None if matrix is None else CompiledHead(matrix, governor)
