@@ -6,7 +6,7 @@
     curl -N localhost:8000 -d '{"input_ids": [5, 6, 7], "request_output_len": 64, "end_id": 1}'
 
 A request is a JSON object of request tensors. The answer has one line of JSON per delta: `tokens` and `finish_reason`,
-or `error`.
+or `error`. With `return_perf_metrics`, the last one has `cached_tokens`.
 
 With a tensor_parallel_size of N, each replica is rank 0 of an engine of N processes on one machine. Its other ranks are
 actors in the placement group of the replica, and end with it.
@@ -20,6 +20,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -35,12 +36,14 @@ from batch_manager import (
     InvalidRequestError,
     KvCacheConfig,
     ParallelConfig,
+    Parts,
     TrtGptModelOptionalParams,
     resume,
 )
 from batch_manager.aio import AsyncEngine, RequestFailed
 from batch_manager.extras.launch import follow
 from batch_manager.extras.repeated_names import unique_names
+from examples.prefix_routing import BLOCK_TOKENS, CachedBlocks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS_TO_FIND_A_REPLICA = 60.0
@@ -72,26 +75,31 @@ class Rank:
 class Engine:
     """One replica: an AsyncEngine with the methods that Ray calls."""
 
-    async def __init__(self, model: str, num_threads: int, max_batch_size: int, tensor_parallel_size: int) -> None:
+    async def __init__(self, model: str, num_threads: int, max_batch_size: int, tensor_parallel_size: int,
+                       event_hash_key: str) -> None:
         self._latest: dict = {}
+        self._cached, loop = CachedBlocks(), asyncio.get_running_loop()
         with socket.create_server(("127.0.0.1", 0)) as free:
             leader = f"127.0.0.1:{free.getsockname()[1]}"
         params = TrtGptModelOptionalParams(
             num_threads=num_threads, max_batch_size=max_batch_size, flush_stats_when_idle=True,
-            kv_cache_config=KvCacheConfig(enable_block_reuse=True),
+            kv_cache_config=KvCacheConfig(enable_block_reuse=True, tokens_per_block=BLOCK_TOKENS,
+                                          event_hash_key=bytes.fromhex(event_hash_key)),
             parallel_config=ParallelConfig(tensor_parallel_size=tensor_parallel_size, leader=leader))
         self._others = [Rank.remote() for _ in range(1, tensor_parallel_size)]     # end with the replica
         for rank, other in enumerate(self._others, 1):
             other.follow.remote(model, params, rank)
         self._engine = await AsyncEngine.start(
             model, return_batch_manager_stats_cb=lambda record: self._latest.update(json.loads(record)),
-            optional_params=with_rank(params, 0))
+            optional_params=with_rank(params, 0),
+            parts=Parts(kv_events=lambda events: loop.call_soon_threadsafe(self._cached.take, events)))
 
     async def stream(self, tensors: dict):
         """Yield the deltas of a request as dictionaries. Cancelling the call stops the request."""
         try:
             async for delta in self._engine.stream(tensors):
-                yield {"tokens": delta.tokens, "finish_reason": delta.finish_reason.name}
+                cached = {} if delta.metrics is None else {"cached_tokens": delta.metrics.cached_tokens}
+                yield {"tokens": delta.tokens, "finish_reason": delta.finish_reason.name, **cached}
         except RequestFailed as error:
             yield {"tokens": [], "error": str(error), "is_retryable": error.is_retryable}
 
@@ -110,9 +118,11 @@ class Engine:
                                f"the activity is {health['activity']!r}, and the failure is {health['failure']!r}; "
                                "expected the state RUNNING, and is_hanging False")
 
-    def record_routing_stats(self) -> dict[str, float]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         latest = self._latest
-        return {"free_share": latest.get("Free KV cache blocks", 1) / latest.get("Max KV cache blocks", 1)}
+        return {"free_share": latest.get("Free KV cache blocks", 1) / latest.get("Max KV cache blocks", 1),
+                "active": self._engine.health()["active_requests"], "max_active": self._engine.info.max_batch_size,
+                "cached": self._cached.packed()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         health = self._engine.health()
@@ -190,16 +200,18 @@ def app(arguments: dict[str, str]) -> serve.Application:
     autoscaling = AutoscalingConfig(
         min_replicas=given["replicas"], max_replicas=given["max_replicas"], metrics_interval_s=1, upscale_delay_s=5,
         look_back_period_s=2, policy=AutoscalingPolicy(policy_function="examples.ray_router:autoscale"))
+    event_hash_key = os.urandom(32).hex()      # gives a block one name in all replicas
     engines = serve.deployment(Engine, name="Engine").options(
         ray_actor_options={"num_cpus": CPUS, **EVERYWHERE}, max_ongoing_requests=1000,
         placement_group_bundles=[{"CPU": CPUS}] * given["tensor_parallel_size"],     # the replica, then its ranks
         placement_group_strategy="STRICT_PACK",
         health_check_period_s=1, health_check_timeout_s=10, graceful_shutdown_timeout_s=30,
         request_router_config=RequestRouterConfig(request_router_class="examples.ray_router:PrefixRouter",
+                                                  request_router_kwargs={"event_hash_key": event_hash_key},
                                                   request_routing_stats_period_s=1),
         **({"autoscaling_config": autoscaling} if given["max_replicas"] > given["replicas"]
            else {"num_replicas": given["replicas"]}))
     front = serve.deployment(Front, name="Front").options(
         ray_actor_options={"num_cpus": CPUS, **EVERYWHERE}, max_ongoing_requests=1000)
     return front.bind(engines.bind(given["model"], given["num_threads"], given["max_batch_size"],
-                                   given["tensor_parallel_size"]))
+                                   given["tensor_parallel_size"], event_hash_key))

@@ -1,41 +1,29 @@
 """Request routing and autoscaling for Ray Serve, used by examples/ray_app.py."""
 
-from hashlib import blake2b
+from contextlib import suppress
 
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
-PREFIX_TOKENS = 64          # one KV cache block; shorter prefixes are not reused
-LEAST_FREE_SHARE = 0.1      # of the KV cache blocks; a replica with a smaller share is the last choice
+from batch_manager import kv_block_hashes
+from examples.prefix_routing import BLOCK_TOKENS, ranked
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Sends prompts with the same prefix to the same replica, whose cache has the prefix.
+    """Sends a prompt to the replica whose cache has the longest beginning of it; see prefix_routing.py."""
 
-    A replica with a share of free KV cache blocks below LEAST_FREE_SHARE is tried last.
-    """
+    def initialize_state(self, event_hash_key: str) -> None:
+        self._key = bytes.fromhex(event_hash_key)
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
         body = pending_request.args[0] if pending_request is not None and pending_request.args else {}
-        order = ranked({replica.replica_id.unique_id: replica.routing_stats for replica in candidate_replicas},
-                       body.get("input_ids", ()) if isinstance(body, dict) else ())
+        body = body if isinstance(body, dict) and isinstance(body.get("input_ids"), list) else {"input_ids": []}
+        ids, hashes = body["input_ids"], []
+        with suppress(TypeError, ValueError, OverflowError):          # the engine refuses the request
+            hashes = kv_block_hashes(ids, BLOCK_TOKENS, event_hash_key=self._key,
+                                     token_extra_ids=body.get("input_token_extra_ids"))
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        order = ranked({name: replica.routing_stats for name, replica in by_id.items()}, ids, hashes)
         return [[by_id[name]] for name in order]
-
-
-def ranked(statistics: dict[str, dict], input_ids: list[int]) -> list[str]:
-    """Return the names of the replicas for a prompt, best first.
-
-    Replicas with enough free KV cache blocks come before the others. Within each of the two groups, the order depends
-    only on the first tokens of the prompt and on the names of the replicas.
-
-    statistics   name of a replica -> result of its `record_routing_stats`, or {} before the first result
-    """
-    prefix = repr(list(input_ids[:PREFIX_TOKENS])).encode()
-
-    def score(name: str) -> tuple[bool, bytes]:
-        free_share = statistics[name].get("free_share", 1.0)
-        return free_share >= LEAST_FREE_SHARE, blake2b(prefix, key=name.encode()[:64]).digest()
-    return sorted(statistics, key=score, reverse=True)
 
 
 def replicas_for(running: int, least: int, most: int, waiting: float, active: float, max_active: float) -> int:

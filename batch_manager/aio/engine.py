@@ -14,6 +14,7 @@ from ..config import Parts, TrtGptModelOptionalParams, unknown_option
 from ..engine_info import EngineInfo
 from ..errors import AdapterNotCachedError, ConfigError, InvalidRequestError, ManagerClosedError, RequestError
 from ..gpt_manager import GptManager
+from ..kv_events import KvEvent
 from ..names import ErrorCode, FinishReason, SchedulerPolicy, TrtGptModelType
 from ..requests.inference_request import InferenceRequest, request_options, unknown_request_option
 from .adapter_names import AdapterNames, Lease
@@ -176,6 +177,10 @@ class AsyncEngine:
     def adapter_name(self, task_id: int) -> str | None:
         """Return the name under which `load_adapter` loaded the adapter of a task id, also after it was unloaded."""
         return self._adapters.name_of(task_id)
+
+    async def kv_snapshot(self) -> list[KvEvent]:
+        """See GptManager.kv_snapshot. Waits in a thread, off the event loop. Raises its errors."""
+        return await asyncio.to_thread(self._manager.kv_snapshot)
 
     async def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """End the engine in a thread, off the event loop; see GptManager.shutdown for the arguments and the result.

@@ -27,6 +27,7 @@ from ..engine_info import EngineInfo
 from ..errors import BatchManagerError, ConfigError, ManagerClosedError, type_name
 from ..guard import Guard
 from ..interpreter_exit import forget_worker, is_a_worker, list_worker
+from ..kv_events import KvEvent
 from ..one_shot_event import OneShotEvent, check_drain, checked_timeout
 from ..options import make_admission
 from ..requests.inference_request import InferenceRequest
@@ -143,6 +144,11 @@ class EngineProcess:
         """See GptManager.forget_adapter."""
         was_known: bool = self._called("forget_adapter", task_id)
         return was_known
+
+    def kv_snapshot(self) -> list[KvEvent]:
+        """See GptManager.kv_snapshot."""
+        events: list[KvEvent] = self._called("kv_snapshot")
+        return events
 
     def _called(self, method: str, *arguments: Any) -> Any:
         """Call a method of the GptManager in the engine process. Returns its result or raises its exception.

@@ -364,12 +364,15 @@ def test_errors_survive_pickling(error_class):
 
 
 def test_events_of_the_prefix_cache_come_to_the_host():
-    replay = Replay()
+    replay, snapshot = Replay(), Replay()
 
     async def test():
         engine = await start(kv_events=replay, kv=KvCacheConfig(enable_block_reuse=True, event_hash_key=KEY))
         async with engine:
             await engine.generate(request(range(1, 40)))
+            for event in await engine.kv_snapshot():
+                snapshot.take(event)
 
     asyncio.run(test())
+    assert replay.blocks == snapshot.blocks
     assert replay.next_id >= 2 and len(replay.blocks) > 2 and not replay.complaints

@@ -4,7 +4,8 @@
 
 Needs ray[serve]. Each stream must have the same tokens as without a kill, two replicas must run again within 20 s
 (times the number of ranks), and the request of a client that disconnects must end within a second. The program prints
-a line for each kill and one for the disconnection. With several ranks, a rank other than 0 is killed as well. The exit
+a line for each kill, one for the disconnection and one for the routing: of prompts with a shared beginning, 90% must go
+to the replica that has it. With several ranks, a rank other than 0 is killed as well. The exit
 status is 1 if a rule was broken.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -22,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 SECONDS_TO_BE_WHOLE, SECONDS_TO_LEAVE, SECONDS_TO_START = 20.0, 1.0, 120.0
+SECONDS_TO_REPORT = 3.0     # Ray asks replicas for their statistics every second
 
 
 class Stream(threading.Thread):
@@ -29,7 +32,7 @@ class Stream(threading.Thread):
 
     def __init__(self, port: int, tensors: dict) -> None:
         super().__init__(daemon=True)
-        self.tokens, self.error, self.last = [], "", ""
+        self.tokens, self.error, self.last, self.cached_tokens = [], "", "", 0
         self.connection, self._tensors = http.client.HTTPConnection("127.0.0.1", port, timeout=90), tensors
 
     def run(self) -> None:
@@ -38,6 +41,7 @@ class Stream(threading.Thread):
             for line in self.connection.getresponse():
                 delta = json.loads(line)
                 self.tokens += delta["tokens"]
+                self.cached_tokens = delta.get("cached_tokens", 0)
                 self.error, self.last = delta.get("error", self.error), delta.get("finish_reason", "")
         except Exception as error:
             self.error = self.error or repr(error)
@@ -143,6 +147,25 @@ def leave(port: int, engines) -> tuple[list[str], str]:
     return [did] if took is None or took > SECONDS_TO_LEAVE else [], did
 
 
+def route(port: int, families: int = 12, prompts: int = 120) -> tuple[list[str], str]:
+    """Send prompts with shared beginnings of 4 blocks, one after another."""
+    def cached(prompt: list[int]) -> int:
+        stream = Stream(port, {"input_ids": prompt, "request_output_len": 2, "return_perf_metrics": True})
+        stream.start()
+        stream.join(60)
+        return stream.cached_tokens
+
+    draw = random.Random(1)
+    shared = [[draw.randrange(3, 400) for _ in range(256)] for _ in range(families)]
+    for beginning in shared:
+        cached(beginning)
+    time.sleep(SECONDS_TO_REPORT)
+    found = [cached([*draw.choice(shared), *(draw.randrange(3, 400) for _ in range(50))]) for _ in range(prompts)]
+    right = sum(each >= 256 for each in found)
+    did = f"{right} of {prompts} prompts went to the replica with their beginning"
+    return [did] if right < 0.9 * prompts else [], did
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=1)
@@ -177,6 +200,8 @@ def main() -> int:
         if given.tensor_parallel_size > 1:
             bad, line = kill_one(port, undisturbed, given.tokens, most_s, b"::Rank")
             wrong, did = wrong + bad, [*did, f"rank 1 killed: {line}"]
+        bad, line = route(port)
+        wrong, did = wrong + bad, [*did, line]
         bad, line = leave(port, serve.get_deployment_handle("Engine", "default"))
         wrong, did = wrong + bad, [*did, line]
     finally:

@@ -1,4 +1,4 @@
-"""The Ray example, without a Ray cluster, ranks replicas in the right order and handles requests as it should.
+"""The Ray example, without a Ray cluster, asks for the right number of replicas and handles requests as it should.
 
 python tests/campaigns/ray_replicas.py runs replicas and kills one of them.
 """
@@ -6,9 +6,9 @@ python tests/campaigns/ray_replicas.py runs replicas and kills one of them.
 import asyncio
 import importlib
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +16,7 @@ if find_spec("ray") is None:
     pytest.skip('Ray Serve was NOT tested: ray is not installed; pip install "ray[serve]"', allow_module_level=True)
 pytest.importorskip("torch")
 
-from batch_manager import InvalidRequestError  # noqa: E402
+from batch_manager import InvalidRequestError, kv_block_hashes  # noqa: E402
 from batch_manager.aio import AsyncEngine  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,21 +27,6 @@ def module(name):
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
     return importlib.import_module(f"examples.{name}")
-
-
-def test_prompts_that_begin_alike_go_to_one_replica_and_others_are_spread():
-    ranked, replicas = module("ray_router").ranked, {"a": {}, "b": {}, "c": {}}
-    for number in range(20):
-        prefix = [number] * 64
-        assert len({ranked(replicas, prefix + [tail])[0] for tail in range(5)}) == 1
-    assert min(Counter(ranked(replicas, [number] * 64)[0] for number in range(300)).values()) > 60
-
-
-def test_a_replica_whose_blocks_run_out_comes_last():
-    ranked = module("ray_router").ranked
-    for number in range(20):
-        order = ranked({"a": {"free_share": 0.05}, "b": {"free_share": 0.5}, "c": {}}, [number])
-        assert order[-1] == "a"
 
 
 @pytest.mark.parametrize("waiting, active, expected", [(1, 32, 3), (0, 32, 2), (0, 16, 1), (0, 17, 2), (0, 0, 1)])
@@ -83,3 +68,22 @@ def test_what_has_a_state_beside_its_tokens_is_refused():
 def test_an_unknown_argument_is_refused():
     with pytest.raises(ValueError, match="unknown argument 'replica'"):
         module("ray_app").app({"replica": "2"})
+
+
+def test_the_router_asks_for_the_blocks_of_the_prompt():
+    router_module = module("ray_router")
+    router = router_module.PrefixRouter.__new__(router_module.PrefixRouter)
+    router.initialize_state(b"key".hex())
+
+    def replica(name, cached=()):
+        return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={"cached": b"".join(
+            each.to_bytes(8, "little") for each in cached)})
+
+    ids = list(range(200))
+    for extra in ({}, {"input_token_extra_ids": ids}):
+        hashes = kv_block_hashes(ids, 64, event_hash_key=b"key", token_extra_ids=extra.get("input_token_extra_ids"))
+        replicas = [replica("a"), replica("b", hashes[:2]), replica("c", hashes[:1])]
+        order = asyncio.run(router.choose_replicas(replicas, SimpleNamespace(args=[{"input_ids": ids, **extra}])))
+        assert [each.replica_id.unique_id for (each,) in order] == ["b", "c", "a"]
+    for arguments in ([], [{"input_ids": "text"}], [{"input_ids": [2**70] * 64}], [{"input_ids": None}], [5]):
+        assert len(asyncio.run(router.choose_replicas(replicas, SimpleNamespace(args=arguments)))) == 3
