@@ -32,6 +32,7 @@ LONGEST_FILES = (
     "simulation/test_simulation.py",
     "sweep/test_sweep.py",
     "matrix/test_matrix.py",
+    "structure/test_wheel.py",
     "soak/test_soak.py",
     "integration/test_reuse_and_windows.py",
     "integration/test_same_tokens_as_transformers.py",

@@ -169,7 +169,8 @@ def test_a_source_distribution_has_what_is_tracked(source_distribution):
 
 
 def test_a_source_distribution_builds_the_same_wheel(source_distribution, wheel, tmp_path):
-    backend_call("build_wheel", source_distribution, tmp_path)
+    """The compiler only reads all sources and headers here, which is faster: the other wheel's library is whole."""
+    backend_call("build_wheel", source_distribution, tmp_path, CC="cc -E")
     (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         assert sorted(archive.namelist()) == sorted(wheel)
