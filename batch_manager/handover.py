@@ -26,6 +26,7 @@ class LogitsPostProcessor:
     function     the function, in one of the two forms in decoding/logits_post_processors.py
     token_ids    function () -> for each beam, a new list of the prompt's tokens and the tokens generated so far
     is_batched   whether one call of the function serves all sequences of a step that use this function
+    allowed_drafts   the function's method of this name; None: it has none, and the sequence gets no drafts
 
     The host passes the object by reference. The device keeps a weak reference only, and the object lives as long as the
     host keeps it.
@@ -35,6 +36,7 @@ class LogitsPostProcessor:
     function: Callable[..., Any]
     token_ids: Callable[[], list[list[int]]]
     is_batched: bool = False
+    allowed_drafts: Callable[..., Any] | None = None
 
 
 def num_beam_candidates(width: int, end_ids: Sequence[int], stop_words: Sequence[Sequence[int]]) -> int:

@@ -16,10 +16,10 @@ import torch
 
 from ..triton_kernels.reference.philox import ACCEPTANCE, REST_BLOCKS, REST_TOKENS, uniform
 from ..triton_kernels.reference.sample_token import drawn, kept
-from .slots import BEAMS, POST_PROCESSED
+from .slots import BEAMS
 
 # Features of sequences whose drafts are not verified: several of their rows in a step are beams.
-UNVERIFIED = BEAMS | POST_PROCESSED
+UNVERIFIED = BEAMS
 
 
 def offsets_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

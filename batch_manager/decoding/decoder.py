@@ -103,11 +103,13 @@ class GptDecoder:
             self.state.features[slot] |= features
         self.state.upload()
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows, ratio: RatioRows | None = None) -> SampledStep:
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, ratio: RatioRows | None = None,
+               drafts: tuple[np.ndarray, np.ndarray] | None = None) -> SampledStep:
         """Sample from `logits` [r, vocab], of any float dtype. Stores nothing; `keep` stores the sampled tokens.
 
         rows      slot and position of each row of logits; the beams of a sequence are contiguous
         ratio     rows whose drafts are tested by ratios, in a step without beams; None: there are none
+        drafts    (counts, drafts) as for `assume`, for post-processors; None: the step has no drafts
         Mutates   logits, by post-processors and stages
         """
         logits_rows = LogitsRows(rows, self.state, self.history)
@@ -119,7 +121,7 @@ class GptDecoder:
         if logits_rows.features & RAW_LOG_PROBS:        # computed before the logits are changed
             raw = self._raw_log_probs(logits, logits_rows)
         if logits_rows.features & POST_PROCESSED:
-            post_processed = self._post_processors.apply(logits, slots)
+            post_processed = self._post_processors.apply(logits, slots, drafts)
         if logits_rows.features & BEAMS:
             beam_rows = BeamRows.of(rows, self.searches, self.state.send)
             slots = slots[np.flatnonzero(np.diff(slots, prepend=-1))]

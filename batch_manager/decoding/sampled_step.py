@@ -91,6 +91,14 @@ class SampledStep:
             tensors |= self.top.tensors
         return tensors if self.beams is None else tensors | self.beams.tensors
 
+    def with_usable_rows(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return the arrays of a step with drafts, whose `finite` is False also where the model's logits were not."""
+        if self.post_processed is None:
+            return arrays
+        finite = arrays["finite"] != 0
+        finite[self.post_processed.rows] &= arrays["model_finite"]
+        return {**arrays, "finite": finite}
+
     def output(self, arrays: Mapping[str, np.ndarray], failures: Mapping[int, RowFailure], vocab_size: int,
                is_new: np.ndarray | None = None, num_new: np.ndarray | None = None) -> dict[str, Any]:
         """Return name -> value for the fields of a StepOutput that sampling determines.
@@ -107,6 +115,8 @@ class SampledStep:
             slots, arrays = self.rows.slots[is_new], {**arrays, "finite": arrays["finite"] | ~is_new}
             if "emptied" in arrays:
                 arrays["emptied"] = arrays["emptied"] & is_new
+            if self.post_processed is not None:
+                arrays["model_finite"] = arrays["model_finite"] | ~is_new[self.post_processed.rows]
         if not arrays["finite"].all() or self.post_processed is not None or self.beams is not None:
             failures = self._failures(arrays, vocab_size) | failures
         tokens, finish, log_probs = arrays["tokens"].astype(np.int32), arrays["finish"], arrays.get("log_probs")

@@ -14,7 +14,7 @@ set `end_id` and a sufficient `request_output_len`, because an output that is cu
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,16 @@ class _Session:
     """Progress of one request.
 
     prompt_length   number of tokens before the first constrained token; None: unknown until the first step
-    num_tokens      length of the sequence up to the last token that the matcher has consumed; the matcher does not
-                    consume the prompt
+    consumed        tokens after the prompt that the matcher has consumed; the last ones may be drafts
     """
 
-    matcher: Any
+    grammar: Grammar
+    matcher: Any = None
     prompt_length: int | None = None
-    num_tokens: int = 0
+    consumed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.matcher = self.grammar.matcher.deep_copy()
 
 
 class GuidedDecoding:
@@ -62,6 +65,7 @@ class GuidedDecoding:
 
     `regex`, `json_schema` and `lark` compile a grammar, which can be slow. Call them where requests are created, not in
     a callback of the engine. `constrain` and `release` may be called from any thread. Beam search is not supported.
+    Drafts are: those that a grammar forbids are not verified.
 
     Raises ConfigError if llguidance is not installed, or if the tokens of the tokenizer cannot be decoded one by one.
     """
@@ -125,7 +129,7 @@ class GuidedDecoding:
 
     def constrain(self, request_id: int, grammar: Grammar) -> None:
         """Constrain the output of a request to `grammar`. Replaces an earlier grammar of the request id."""
-        self._sessions[request_id] = _Session(grammar.matcher.deep_copy())
+        self._sessions[request_id] = _Session(grammar)
 
     def processor(self, grammar: Grammar) -> Callable[[int, torch.Tensor, list[list[int]]], torch.Tensor]:
         """Return a logits post-processor for one request, whose id need not be known.
@@ -135,12 +139,7 @@ class GuidedDecoding:
 
             InferenceRequest(7, {...}, logits_post_processor=guided.processor(grammar))
         """
-        session = _Session(grammar.matcher.deep_copy())
-
-        def process(request_id: int, logits: torch.Tensor, beams: list[list[int]]) -> torch.Tensor:
-            forbid(logits.view(1, -1), self._mask(request_id, session, beams)[None])
-            return logits
-        return process
+        return _Processor(self, grammar)
 
     def release(self, request_id: int) -> None:
         """Remove the grammar of a request. Ignores an id without a grammar."""
@@ -165,10 +164,24 @@ class GuidedDecoding:
                 raise InvalidRequestError(f"request {request_id} has no grammar",
                                           "each request with this post-processor needs a grammar",
                                           "call constrain(request_id, grammar) before you submit the request")
-            masks[row] = self._mask(request_id, session, beams)
+            masks[row] = self.mask(request_id, session, beams)
         forbid(logits.view(len(request_ids), -1), masks)
 
-    def _mask(self, request_id: int, session: _Session, beams: list[list[int]]) -> np.ndarray:
+    def allowed_drafts(self, request_id: int, token_ids: list[int], drafts: list[int]) -> int:
+        """Return how many of the drafts the grammar of a request allows after its tokens, up to the end id."""
+        session = self._sessions.get(request_id)
+        return 0 if session is None else self.count_allowed(session, token_ids, drafts)
+
+    def count_allowed(self, session: _Session, token_ids: list[int], drafts: list[int]) -> int:
+        """Return `allowed_drafts` of a session."""
+        if session.prompt_length is None:
+            return 0
+        _catch_up(session, token_ids)
+        allowed: int = session.matcher.validate_tokens(drafts)
+        return drafts.index(self._end_id, 0, allowed) if self._end_id in drafts[:allowed] else allowed
+
+    def mask(self, request_id: int, session: _Session, beams: list[list[int]]) -> np.ndarray:
+        """Return the mask of the token after those of a request, [ceil(vocab / 32)] int32."""
         if len(beams) > 1:
             raise InvalidRequestError(f"request {request_id} has {len(beams)} beams", "guided decoding supports one",
                                       "set beam_width to 1")
@@ -177,6 +190,20 @@ class GuidedDecoding:
         if self._more_ends is not None and mask[self._end_id // 32] >> self._end_id % 32 & 1:
             return mask | self._more_ends
         return mask
+
+
+class _Processor:
+    """A logits post-processor of one request. See GuidedDecoding.processor."""
+
+    def __init__(self, guided: GuidedDecoding, grammar: Grammar) -> None:
+        self._guided, self._session = guided, _Session(grammar)
+
+    def __call__(self, request_id: int, logits: torch.Tensor, beams: list[list[int]]) -> torch.Tensor:
+        forbid(logits.view(1, -1), self._guided.mask(request_id, self._session, beams)[None])
+        return logits
+
+    def allowed_drafts(self, request_id: int, token_ids: list[int], drafts: list[int]) -> int:
+        return self._guided.count_allowed(self._session, token_ids, drafts)
 
 
 class _Vocabulary:
@@ -241,19 +268,21 @@ def forbid(logits: torch.Tensor, masks: np.ndarray) -> None:
 
 
 def _catch_up(session: _Session, tokens: list[int]) -> None:
-    """Pass the new tokens to the matcher. A step that runs again has no new tokens.
-
-    If `tokens` is shorter than before, the matcher is reset and gets all tokens that follow the prompt.
-    """
+    """Make `tokens` those that the matcher has consumed. It takes back what differs, such as rejected drafts."""
     if session.prompt_length is None:                # the first call is for the first token after the prompt
-        session.prompt_length = session.num_tokens = len(tokens)
-    if session.num_tokens > len(tokens):
-        session.matcher.reset()
-        session.num_tokens = session.prompt_length
-    if new := tokens[session.num_tokens:]:
-        session.matcher.consume_tokens(new)
-        session.num_tokens = len(tokens)
-    if session.matcher.is_error():
+        session.prompt_length = len(tokens)
+    matcher, consumed, tokens = session.matcher, session.consumed, tokens[session.prompt_length:]
+    if tokens[:len(consumed)] != consumed:
+        pairs = enumerate(zip(consumed, tokens))
+        common = next((place for place, (before, now) in pairs if before != now), min(len(consumed), len(tokens)))
+        matcher.rollback(len(consumed) - common)
+        del consumed[common:]
+    if matcher.is_error():                           # a draft was to blame, or cannot be taken back
+        matcher = session.matcher = session.grammar.matcher.deep_copy()
+        consumed.clear()
+    if new := tokens[len(consumed):]:
+        consumed += new[:matcher.try_consume_tokens(new)]
+    if len(consumed) < len(tokens) or matcher.is_error():
         raise InvalidRequestError("the tokens do not match the grammar, or the grammar became too complex",
                                   "every token must be allowed by the grammar",
                                   "remove anything else that changes the logits, or simplify the grammar")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..config import Limits, SpeculativeConfig
 from ..guard import Guard
-from ..handover import DeviceOperation, SlotSetup
+from ..handover import DeviceOperation, LogitsPostProcessor, SlotSetup
 from ..kv.kv_cache_manager import ContextDrafts, KvCacheManager
 from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import context_drafts
@@ -21,8 +21,9 @@ MEMORY = 0.9           # weight of a step's drafts in the acceptance of a reques
 
 
 def is_verified(setup: SlotSetup) -> bool:
-    """Whether a step can verify drafts of the sequence. Several rows of any other sequence are its beams."""
-    return not (setup.has_beams or setup.logits_post_processor is not None)
+    """Whether a step can verify drafts of the sequence: it has no beams, and no post-processor that knows no drafts."""
+    return not setup.has_beams and (setup.logits_post_processor is None
+                                    or setup.logits_post_processor.allowed_drafts is not None)
 
 
 class Drafter(Protocol):
@@ -53,12 +54,14 @@ class _Draft:
                       count less, and each request begins as if one of two had been accepted
     misses    steps in a row without an accepted draft
     rests_until   number of tokens from which on the request gets drafts again
+    processor   the logits post-processor of the request, which allows drafts; None: it has none
     before, count   number of its tokens before its last step with drafts, and the number of drafts; 0: it was counted
     """
 
-    __slots__ = ("accepted", "tried", "misses", "rests_until", "before", "count")
+    __slots__ = ("accepted", "tried", "misses", "rests_until", "before", "count", "processor")
 
-    def __init__(self) -> None:
+    def __init__(self, processor: LogitsPostProcessor | None = None) -> None:
+        self.processor = processor
         self.accepted = self.tried = 0.0
         self.misses = self.rests_until = self.before = self.count = 0
 
@@ -93,6 +96,7 @@ class Drafting:
         self._most = min(config.num_speculative_tokens, limits.max_draft_tokens)
         self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
         self._in_propose = guard.containing("propose", kind="method of the drafter")
+        self._in_allowed = guard.containing("allowed_drafts", kind="method of a logits post-processor")
         self._in_release = guard.containing("release", kind="method of the drafter")
         self._of: dict[LlmRequest, _Draft] = {}
         self._num_steps = self._num_drafts = self._num_now = 0
@@ -103,7 +107,7 @@ class Drafting:
 
     def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
         if request.speculation and is_verified(setup):
-            self._of[request] = _Draft()
+            self._of[request] = _Draft(setup.logits_post_processor)
         return setup
 
     def release(self, request: LlmRequest) -> None:
@@ -114,7 +118,8 @@ class Drafting:
                     self._forget(request)
 
     def figures(self) -> Mapping[str, int | str]:
-        seconds, self._in_propose.seconds = self._in_propose.seconds, 0.0
+        seconds = self._in_propose.seconds + self._in_allowed.seconds
+        self._in_propose.seconds = self._in_allowed.seconds = 0.0
         num_now, self._num_now = self._num_now, 0
         return {"Draft Steps": self._num_steps, "Draft Tokens": self._num_drafts,
                 "Accepted Draft Tokens": sum(self._accepted_at), "Requests With Draft Tokens": num_now,
@@ -142,7 +147,7 @@ class Drafting:
                                        request.final_length - length - 1))
         proposed: list[tuple[LlmRequest, list[int]]] = []
         for request, tokens in zip(asked, self._propose(asked, max_lengths)):
-            if tokens := tokens[:left]:
+            if tokens := self._allowed(request, tokens[:left]):
                 proposed.append((request, tokens))
                 left -= len(tokens)
         self._note(self._with_blocks(proposed, generation, contexts, after_contexts))
@@ -160,6 +165,16 @@ class Drafting:
         finally:
             for request, tokens in lent:
                 request.tokens = tokens
+        return []
+
+    def _allowed(self, request: LlmRequest, drafts: list[int]) -> list[int]:
+        """Return the first drafts, those that the request's post-processor lets through; none if it fails."""
+        processor = self._of[request].processor
+        if processor is None or processor.allowed_drafts is None or not drafts:
+            return drafts
+        with self._in_allowed:
+            count = index(processor.allowed_drafts(request.request_id, request.tokens[0].copy(), drafts.copy()))
+            return drafts[:max(count, 0)]
         return []
 
     def _read(self, answer: Iterable[Iterable[int]], max_lengths: Sequence[int]) -> list[list[int]]:

@@ -6,6 +6,7 @@ the copies, so later changes of a tensor have no effect.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from inspect import signature
@@ -433,8 +434,12 @@ class Admission:
         is_batched = isinstance(given, str)
         function = self.logits_post_processor_batched if isinstance(given, str) else given
         assert function is not None    # `_post_processor_of` ensures it
+        allowed_drafts = None
+        with suppress(Exception):                                # of a user's __getattr__
+            allowed_drafts = getattr(function, "allowed_drafts", None)
         return LogitsPostProcessor(request.request_id, function,
-                                   lambda: [list(tokens) for tokens in request.tokens], is_batched)
+                                   lambda: [list(tokens) for tokens in request.tokens], is_batched,
+                                   allowed_drafts if callable(allowed_drafts) else None)
 
     def _sampling(self, raw: _RawRequest) -> SamplingConfig:
         given = {name: raw.scalars[parameter.tensor] for name, parameter in PARAMETERS.items()

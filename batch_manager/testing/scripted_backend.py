@@ -65,6 +65,7 @@ WORD = (1 << 64) - 1
 POSITION_FACTOR, TOKEN_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 UNWRITTEN = -1
+NO_TOKEN_AFTER_DRAFTS = -2    # of a row after drafts that has none: the text goes on from the row before
 UNLOADED = 0              # no word of an adapter page is even
 # The projections that the adapters of this backend change: small, and not the same in every layer.
 ADAPTER_MODULES = AdapterModules({"attn_q": ((3, 4), (3, 4)), "attn_dense": ((4, 3), (4, 3)),
@@ -437,7 +438,7 @@ class ScriptedBackend:
         tokens = self._next_tokens(words)
         if self.script is not None:
             self._follow_script(slots, lengths, tokens, failures)
-        if self._post_processors:
+        if self._post_processors and not batch.has_drafts:
             tokens = self._post_process(slots, tokens, failures)
         if batch.has_drafts:
             return self._accept_drafts(batch, step, slots, failures, context_logits, generation_logits, all_slots,
@@ -493,7 +494,13 @@ class ScriptedBackend:
             words = self._words(self._read_back(np.full(count + 1, step.table_rows[row]), lengths),
                                 np.full(count + 1, self._state["salt"][slot]))
             sampled, ends, words = self._draw_with_drafts(slot, words, lengths)
+            if self._post_processors is not None:
+                plain, sampled = sampled, self._post_process(np.full(count + 1, slot), np.array(sampled), failures,
+                                                             (np.array([count]), np.array(mine, np.int32))).tolist()
+                ends = [end if token == before else END_ID * (token in self._state["end_ids"][slot])
+                        for token, before, end in zip(sampled, plain, ends)]
             kept = next((i + 1 for i, end in enumerate(ends) if end or i == count or mine[i] != sampled[i]))
+            kept -= sampled[kept - 1] == NO_TOKEN_AFTER_DRAFTS
             finish.append(ends[kept - 1])
             accepted.append(sampled[:kept])
             log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
@@ -549,20 +556,27 @@ class ScriptedBackend:
                     ErrorCode.INVALID_TOKEN, f"the script returned token {token}; expected a token id in "
                     f"0..{self.info.vocab_size - 1}; correct the script"))
 
-    def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure]) -> np.ndarray:
-        """Run logits post-processors on one-hot logits of `tokens`; return the tokens with the largest logits."""
+    def _post_process(self, slots: np.ndarray, tokens: np.ndarray, failures: dict[int, RowFailure],
+                      drafts: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+        """Run logits post-processors on one-hot logits of `tokens`; return the tokens with the largest logits.
+
+        drafts   the rows are those of one sequence, with these drafts; its rows after drafts do not fail
+        """
         import torch
 
         from ..decoding.logits_post_processors import NO_TOKEN
 
         logits = torch.from_numpy(self._logits(tokens))
-        processed = self._post_processors.apply(logits, slots)
+        processed = self._post_processors.apply(logits, slots, drafts)
         if processed is not None:
             maxima, best = logits.max(1)
             tokens = best.numpy().astype(np.int32)
             for slot, failure in processed.failures.items():
                 failures.setdefault(slot, failure)
-            for slot in slots[~maxima.isfinite().numpy()].tolist():
+            not_finite = ~maxima.isfinite().numpy()
+            if drafts is not None:
+                tokens[1:][not_finite[1:]], not_finite = NO_TOKEN_AFTER_DRAFTS, not_finite[:1]
+            for slot in slots[:len(not_finite)][not_finite].tolist():
                 failures.setdefault(slot, RowFailure(ErrorCode.NON_FINITE_LOGITS, NO_TOKEN))
         return tokens
 

@@ -10,6 +10,7 @@ class KnowingDrafter:
     """Proposes the tokens that follow in the text of each request, each right with probability `right`.
 
     texts       request id -> its tokens, without the prompt. Other requests get no drafts, and 0 follows a text
+    asked       ids of the requests that it was asked for
     accepted    ids of the requests that grew by more tokens than iterations
     odd         probability of an answer that breaks the contract: an exception, or nonsense; `num_odd` counts them
     iteration   () -> number of the iteration
@@ -21,6 +22,7 @@ class KnowingDrafter:
         self._draw, self._iteration = Random(seed), iteration
         self._seen: dict[int, tuple[int, int]] = {}
         self.accepted: set[int] = set()
+        self.asked: set[int] = set()
         self.num_odd = 0
 
     def propose(self, requests: Sequence[Any], max_lengths: list[int]) -> Any:
@@ -30,6 +32,7 @@ class KnowingDrafter:
                                       lambda: [[]] * (len(requests) + 1),
                                       lambda: [[self._vocab_size]] * len(requests),
                                       lambda: [[0.5]] * len(requests), lambda: 5])()
+        self.asked.update(request.request_id for request in requests)
         answer = [self._tokens(request, most) for request, most in zip(requests, max_lengths)]
         for request in requests:
             request.tokens[0].append(0)                    # they are the drafter's own

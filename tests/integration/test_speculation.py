@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from batch_manager import (
     ConfigError,
+    InferenceRequest,
     KvCacheConfig,
     SchedulerPolicy,
     SpeculativeConfig,
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from batch_manager.handover import SlotSetup
+from batch_manager.handover import LogitsPostProcessor, SlotSetup
 from batch_manager.loop.drafting import _Draft, is_verified
 from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
@@ -170,6 +171,79 @@ def test_drafts_of_requests_with_each_feature_change_nothing(make_manager, new_c
     assert json.loads(client.stats[-1])["Accepted Draft Tokens"] > 20
 
 
+GRAMMARS = {"regex": r' "[A-Z][a-z]+( [a-z]{2,9}){3,8}[.!?]" said (Emma|Miss Bates)\.',
+            "json_schema": {"type": "object", "additionalProperties": False, "required": ["name", "age"],
+                            "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{3,9}$"},
+                                           "age": {"type": "integer", "minimum": 16, "maximum": 90}}},
+            "lark": 'start: "so" " much"+ (" to" | " of") " do"*'}
+
+
+class OddDigits:
+    """A post-processor that depends on the text: after an even token, odd ones. It fails after one that is drafted."""
+
+    def __init__(self, poison):
+        self.poison = poison
+
+    def __call__(self, request_id, logits, token_ids):
+        if token_ids[0][-1] == self.poison:
+            raise ValueError("planted")
+        if token_ids[0][-1] % 2 == 0:
+            logits[..., ::2] = -np.inf
+        logits[..., self.poison] = -np.inf
+        return logits
+
+    def allowed_drafts(self, request_id, token_ids, drafts):
+        return len(drafts)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
+def test_drafts_of_requests_with_a_grammar_change_nothing(make_manager, new_client, options):
+    """Each kind of grammar, for all requests of a step or for one; drafts that it forbids, that go beyond its end, and
+    that make a function fail."""
+    pytest.importorskip("llguidance")
+    pytest.importorskip("tokenizers")
+    from batch_manager.extras.guided_decoding import GuidedDecoding
+
+    def request(i, processor, **tensors):
+        return InferenceRequest(i, {"input_ids": PHRASE, "request_output_len": 20, "return_log_probs": True, **tensors},
+                                logits_post_processor=processor)
+
+    end, poison, vocab, found = 1, 77, 4096, []
+    for right in (None, 0.75, "forbidden"):
+        guided, client = GuidedDecoding(SHIPPED / "tokenizer.json", vocab_size=vocab, end_id=end), new_client()
+        kinds = [getattr(guided, kind)(grammar) for kind, grammar in GRAMMARS.items()]
+        client.pending = [request(13, OddDigits(poison)), request(14, None)]
+        for i in range(1, 13):
+            grammar, sampled = kinds[i % 3], {} if i % 2 else {"temperature": 0.9, "random_seed": i}
+            if i > 6:
+                guided.constrain(i, grammar)
+            client.pending.append(request(i, "batched" if i > 6 else guided.processor(grammar), request_output_len=40,
+                                          end_id=end, min_length=i % 4, **sampled))
+        drafting, parts = {}, {"logits_post_processor_batched": guided}
+        if right is not None:
+            drafter = KnowingDrafter({i: [*tokens, end, end] for i, (tokens, _) in enumerate(found, 1)}, vocab, right)
+            if right == "forbidden":
+                drafter.guesses = lambda tokens: [token if place % 3 == 0 else poison
+                                                  for place, token in enumerate(tokens)]
+            parts["drafter"], drafting = drafter, {"speculative_config": SpeculativeConfig("custom", 5)}
+        manager = make_manager(client, model_path=SHIPPED, num_threads=1, dtype="float32", parts=parts, **drafting,
+                               **options)
+        client.wait_for_finals(*range(1, 15))
+        assert manager.shutdown()
+        finals = [client.final(i) for i in range(1, 15)]
+        assert [final.error for final in finals] == [""] * 14
+        outputs = [(final.tokens()[len(PHRASE):], final.tensors["output_log_probs"].ravel()) for final in finals]
+        if right is None:
+            found = outputs
+            continue
+        for i, ((tokens, log_probs), (expected, expected_log_probs)) in enumerate(zip(outputs, found), 1):
+            assert tokens == expected, (i, right)
+            np.testing.assert_allclose(log_probs, expected_log_probs, atol=0 if options else 2e-4, rtol=0)
+        assert {*range(1, 14)} <= drafter.asked
+        record = json.loads(client.stats[-1])
+        assert record["Accepted Draft Tokens"] > 20 and record["Draft Tokens"] > record["Accepted Draft Tokens"]
+
+
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
 def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, new_request, options):
     """Drafts from the model's own distribution are accepted; impossible ones never; greedy requests match tokens."""
@@ -278,5 +352,7 @@ def test_sequences_that_a_step_cannot_verify_get_no_drafts():
     for setup in (SlotSetup(SamplingConfig(temperature=0.5, top_k=3, random_seed=1)), SlotSetup(stop_words=((1,),)),
                   SlotSetup(SamplingConfig(frequency_penalty=1.0)), SlotSetup(top_log_probs=1)):
         assert is_verified(setup), setup
-    for setup in (SlotSetup(SamplingConfig(beam_width=2)), SlotSetup(logits_post_processor=lambda *_: None)):
+    processor = LogitsPostProcessor(1, print, list)
+    assert is_verified(SlotSetup(logits_post_processor=replace(processor, allowed_drafts=len)))
+    for setup in (SlotSetup(SamplingConfig(beam_width=2)), SlotSetup(logits_post_processor=processor)):
         assert not is_verified(setup), setup

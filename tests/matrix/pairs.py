@@ -21,7 +21,7 @@ TABLE = """
   W            =  =  =  =  =  =  =  =  =  =  =  =  =
   N               =  =  =  =  =  =  =  =  -  =  r  =
   B                  =  r  =  =  =  =  =  =  -  =  =
-  G                     =  =  =  =  =  =  =  -  =  =
+  G                     =  =  =  =  =  =  =  =  =  =
   A                        =  =  r  =  r  =  r  =  =
   L                           =  r  =  =  =  =  =  =
   V                              =  r  r  -  r  r  =
@@ -99,7 +99,6 @@ REASONS: dict[str, Reason] = {
         "disk_cache_path is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
         "disk_cache_path out"))),
     "BS": Reason("requests with beams get no drafts", off="S", of_request=True),
-    "GS": Reason("requests with a grammar get no drafts", off="S", of_request=True),
     "AS": Reason("drafts follow the newest token", says=(
         "run_ahead is True; speculative_config drafts from the newest tokens; leave run_ahead out, or leave "
         "speculative_config out")),

@@ -126,11 +126,12 @@ class CallsForm:
         if len(parts) > 1:
             hidden, rows = torch.cat(parts), join_rows(parts_of_rows)
         if len(rows.slots):
-            if traits & VERIFIES:
-                self._decoder.assume(rows, *drafts_of(batch))
+            drafts = drafts_of(batch) if traits & VERIFIES else None
+            if drafts is not None:
+                self._decoder.assume(rows, *drafts)
             if self._head.largest is None or traits & READS_LOGITS:
                 ratio = self._ratio_rows(batch) if traits & CONTEXT_DRAFTS else None
-                sampled = self._decoder.sample(self._head.logits(hidden), rows, ratio)
+                sampled = self._decoder.sample(self._head.logits(hidden), rows, ratio, drafts)
             else:
                 sampled = self._decoder.sample_largest(*self._head.largest(hidden), rows)
             tensors |= sampled.tensors()
@@ -267,6 +268,8 @@ class PendingCalls:
 
     def finish(self) -> StepOutput:
         arrays = self._readback.wait()
+        if self._written and self._sampled is not None:
+            arrays = self._sampled.with_usable_rows(arrays)
         if self._written and (again := self._without_spoilt_drafts(arrays)) is not None:
             return again.finish()
         failures: dict[int, RowFailure] = {}
