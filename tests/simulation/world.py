@@ -52,7 +52,7 @@ from .traffic import Traffic
 from .transfers import SimulatedTransfers
 
 STEP_S, IDLE_S = 0.02, 0.0048
-MOST_IDLE_TURNS = 400                 # in a row, while requests are unanswered; a back-off lasts 21 of them
+MOST_IDLE_TURNS = 1_100               # in a row, while requests are unanswered; a load lasts up to 1,000 of them
 BOUND_ON_WAITING = 2                  # iterations per step of work ahead of a request
 MOST_VIOLATIONS = 20
 EVERY_RANKS = 4                       # turns between two comparisons of the ranks' caches
