@@ -37,12 +37,13 @@ class Proxy:
 
     prompts, generation   addresses of the servers of each kind
     prompt_seconds        for a prompt; after them, a server of the second kind computes it
+    silent_seconds        between two events of a stream; after them, another server goes on
     """
 
     def __init__(self, prompts: list[str], generation: list[str], client: httpx.AsyncClient,
-                 prompt_seconds: float = 60.0) -> None:
+                 prompt_seconds: float = 60.0, silent_seconds: float = 60.0) -> None:
         self._prompts, self._generation, self._client = prompts, generation, client
-        self._prompt_seconds, self._turns = prompt_seconds, count()
+        self._prompt_seconds, self._silent_seconds, self._turns = prompt_seconds, silent_seconds, count()
 
     async def call(self, request: Request) -> Response:
         return await while_connected(request, self._answer(request.url.path, await request.body()))
@@ -127,14 +128,14 @@ class Proxy:
         told = Told()
         while True:
             try:
-                async for line in answer.aiter_lines():
+                async for line in self._lines(answer):
                     data = line.removeprefix("data: ")
                     if data == DONE:
                         yield f"data: {DONE}\n\n"
                         return
                     if line.startswith("data: ") and (event := told.news(json.loads(data))):
                         yield f"data: {json.dumps(event)}\n\n"
-            except (httpx.TransportError, DifferentText):
+            except (httpx.TransportError, TimeoutError, DifferentText):
                 pass
             finally:
                 await answer.aclose()
@@ -144,6 +145,15 @@ class Proxy:
                 return
             answer = again
             told.begin_again()
+
+    async def _lines(self, answer: httpx.Response) -> AsyncIterator[str]:
+        """Yield the lines of a stream. Raises TimeoutError if the server is silent after the first one, which may wait
+        for other calls.
+        """
+        lines, seconds = answer.aiter_lines(), None
+        while (line := await asyncio.wait_for(anext(lines, None), seconds)) is not None:
+            yield line
+            seconds = self._silent_seconds
 
 
 class DifferentText(Exception):
@@ -225,15 +235,15 @@ def refused(status: int, text: str) -> Response:
 
 
 def make_app(prompts: list[str], generation: list[str], prompt_seconds: float = 60.0,
-             transport: httpx.AsyncBaseTransport | None = None) -> Starlette:
-    """Build the application; the first three arguments as for Proxy.
+             silent_seconds: float = 60.0, transport: httpx.AsyncBaseTransport | None = None) -> Starlette:
+    """Build the application; the other arguments as for Proxy.
 
     transport   of httpx; None: connections
     """
     client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=SECONDS_TO_CONNECT), transport=transport,
                                limits=httpx.Limits(max_connections=None), trust_env=False)
     proxy = Proxy([address.rstrip("/") for address in prompts], [address.rstrip("/") for address in generation], client,
-                  prompt_seconds)
+                  prompt_seconds, silent_seconds)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -251,11 +261,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--generation", nargs="+", required=True, metavar="URL", help="servers that continue them")
     parser.add_argument("--prompt-seconds", type=float, default=60.0, metavar="S",
                         help="after so many seconds, a prompt is computed where it is continued (default: 60)")
+    parser.add_argument("--silent-seconds", type=float, default=60.0, metavar="S",
+                        help="after so many seconds without an event of a stream, another server goes on (60)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args(arguments)
-    uvicorn.run(make_app(options.prompts, options.generation, options.prompt_seconds), host=options.host,
-                port=options.port)
+    uvicorn.run(make_app(options.prompts, options.generation, options.prompt_seconds, options.silent_seconds),
+                host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ temporary name and renamed; nothing waits for the disk: after a crash, the diges
 
 import errno
 import os
+import re
 import stat
 import struct
 import time
@@ -26,12 +27,13 @@ from .interface import KEY_BYTES, StoredBlock
 MAGIC = b"batch_manager KV block, version 1\n"
 _SIZES = struct.Struct("<QQQ")                 # tokens, extra ids, bytes of the content
 DIGEST_BYTES = 32
+_is_hex = re.compile("[0-9a-f]+").fullmatch
 SUFFIX, TEMPORARY, LOCK_NAME = ".kv", "tmp-", "lock"
 SECONDS_BETWEEN_TOUCHES = SECONDS_OF_A_TEMPORARY_FILE = 3600
 SECONDS_UNTIL_SETTLED = 2.0                    # a change soon after another may leave the time of a folder as it was
 NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV)    # a link, a folder, a device
 EMPTIED = 0.9                                  # share of the limit to which files go when it is reached
-UNSEEN = 1 / 64                                # share that is written below that without a look at the whole directory
+UNSEEN, UNSEEN_OF_THE_REST = 1 / 64, 1 / 8     # shares that are written without a look at the whole directory
 
 
 class DirectoryStore:
@@ -109,7 +111,7 @@ class DirectoryStore:
         with self._lock:
             self._total += size                                  # so that two threads do not take the same room
         try:
-            if self._has_room():
+            if self._has_room(size):
                 self._write(block.key, name, content)
                 self._note(block.key, size, self._timestamp())
                 self._unseen += size
@@ -234,12 +236,14 @@ class DirectoryStore:
                 self._total += size - self._files.get(key, (0, 0.0))[0]
                 self._files[key] = size, used_at
 
-    def _has_room(self) -> bool:
+    def _has_room(self, size: int) -> bool:
         """Make room for the files that are in `_total`. False: another process does that, or the limit is too small.
 
-        Other processes may have saved files since the last look. None saves more than the share UNSEEN without one.
+        Other processes may have saved files since the last look. Without one, none saves more than the share UNSEEN of
+        the limit, or UNSEEN_OF_THE_REST of what is left of it.
         """
-        if self._total <= EMPTIED * self._limit and self._unseen <= UNSEEN * self._limit:
+        left = self._limit - self._total
+        if self._unseen + size <= min(UNSEEN * self._limit, UNSEEN_OF_THE_REST * left):
             return True
         self._unseen = 0
         self._scan()
@@ -282,10 +286,6 @@ def _listed(folder: "os.DirEntry[str]") -> Iterator[tuple[bytes, tuple[int, floa
                 with suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
                     yield bytes.fromhex(folder.name + name), (found.st_size, found.st_mtime)
-
-
-def _is_hex(name: str) -> bool:
-    return all(letter in "0123456789abcdef" for letter in name)
 
 
 def _name_of(block: StoredBlock, num_bytes: int) -> bytes:

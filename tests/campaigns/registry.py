@@ -58,6 +58,7 @@ SUITES: dict[str, str] = {
     "T22": "tests.campaigns.many_adapters",
     "T23": "tests.campaigns.drawing",
     "T24": "tests.campaigns.tool_calls",
+    "T25": "tests.campaigns.disk_caches",
 }
 
 

@@ -24,12 +24,13 @@ class Servers(httpx.AsyncBaseTransport):
     gone        hosts that nobody listens at
     statuses    host -> status of its answers other than 200
     breaks_at   host -> number of events after which its stream breaks
+    hangs_at    host -> number of events after which no other one comes
     texts       host -> its text instead of TEXT
     """
 
-    def __init__(self, gone=(), statuses=(), breaks_at=(), texts=(), more=None):
+    def __init__(self, gone=(), statuses=(), breaks_at=(), hangs_at=(), texts=(), more=None):
         self.gone, self.statuses, self.breaks_at, self.texts = set(gone), dict(statuses), dict(breaks_at), dict(texts)
-        self.calls, self.more = [], more or {}
+        self.hangs_at, self.calls, self.more = dict(hangs_at), [], more or {}
 
     async def handle_async_request(self, request):
         host, body = request.url.host, json.loads(request.content or "{}")
@@ -51,6 +52,8 @@ class Servers(httpx.AsyncBaseTransport):
         for number, piece in enumerate(text):
             if number == self.breaks_at.get(host):
                 raise httpx.ReadError("broken")
+            if number == self.hangs_at.get(host):
+                await asyncio.Event().wait()
             reason = "length" if number == len(text) - 1 else None
             content = {"delta": {"content": piece}} if is_chat else {"text": piece, "logprobs": None}
             yield event({"id": host, "choices": [{"index": 0, **content, **self.more, "finish_reason": reason}]})
@@ -71,7 +74,7 @@ def event(value):
 
 def answer_of(servers, body=None, path="/v1/completions", prompts=("http://p/",), generation=("http://g",)):
     async def inside():
-        app = make_app(list(prompts), list(generation), transport=servers)
+        app = make_app(list(prompts), list(generation), silent_seconds=0.2, transport=servers)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
             if body is None:
                 return await client.get(path)
@@ -130,6 +133,12 @@ def test_a_stream_goes_on_where_it_stopped(path, breaks_at, other):
     assert len({each["id"] for each in found}) == 1
     assert [choice["finish_reason"] for each in found for choice in each["choices"]].count("length") == 1
     assert servers.calls[0][1]["seed"] == servers.calls[-1][1]["seed"]
+
+
+def test_a_stream_goes_on_elsewhere_when_its_server_hangs():
+    servers = Servers(hangs_at={"g": 2})
+    answer = answer_of(servers, {**BODY, "stream": True})
+    assert text_of(answer) == "".join(TEXT) and [host for host, _ in servers.calls] == ["p", "g", "p"]
 
 
 @pytest.mark.parametrize("servers", [
