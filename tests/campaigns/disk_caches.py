@@ -9,7 +9,6 @@ saves without a look.
 """
 
 import os
-import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -56,13 +55,17 @@ def damage_file(draw: Random, path: Path, other: Path) -> str:
 
 def damage_folder(draw: Random, root: Path) -> str:
     kind = draw.choice(["gone", "file", "link", "junk", "many names", "temporary", "lock"])
-    folder = draw.choice([path for path in root.iterdir() if len(path.name) == 2])
+    folders = [path for path in root.iterdir() if len(path.name) == 2 and path.is_dir() and not path.is_symlink()]
+    if not folders:
+        return "folder: none"
+    folder = draw.choice(folders)
     if kind in ("gone", "file", "link"):
-        shutil.move(folder, root / "elsewhere")
+        elsewhere = root / f"elsewhere {folder.name}"
+        os.rename(folder, elsewhere)
         if kind == "file":
             folder.write_text("")
         elif kind == "link":
-            folder.symlink_to("elsewhere")
+            folder.symlink_to(elsewhere.name)
     elif kind == "junk":
         (folder / ("x" * draw.randrange(1, 200) + ".kv")).write_bytes(draw.randbytes(9))
     elif kind == "many names":
