@@ -99,8 +99,9 @@ class Drafting:
         self._in_allowed = guard.containing("allowed_drafts", kind="method of a logits post-processor")
         self._in_release = guard.containing("release", kind="method of the drafter")
         self._of: dict[LlmRequest, _Draft] = {}
+        self._of_clients: dict[LlmRequest, _Draft] = {}        # drafts that came with a prompt, until they are counted
         self._num_steps = self._num_drafts = self._num_now = 0
-        self._accepted_at = [0] * self._most
+        self._accepted_at = [0] * limits.max_draft_tokens
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
         return ()
@@ -111,6 +112,8 @@ class Drafting:
         return setup
 
     def release(self, request: LlmRequest) -> None:
+        if draft := self._of_clients.pop(request, None):
+            self._count(draft, request.num_tokens)
         if draft := self._of.pop(request, None):
             self._count(draft, request.num_tokens)
             if self._forget is not None:
@@ -132,6 +135,8 @@ class Drafting:
         after_contexts = context_drafts(plan, self._kv) if contexts else []
         left = self._limits.max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
         left -= sum(count for _, count in after_contexts)
+        self._num_now = 0
+        self._note_clients(generation, after_contexts)
         if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
         asked, max_lengths, num_rows = [], [], len(generation)
@@ -150,7 +155,8 @@ class Drafting:
             if tokens := self._allowed(request, tokens[:left]):
                 proposed.append((request, tokens))
                 left -= len(tokens)
-        self._note(self._with_blocks(proposed, generation, contexts, after_contexts))
+        for request, tokens in self._with_blocks(proposed, generation, contexts, after_contexts):
+            self._note(self._of[request], request, len(tokens))
 
     def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
@@ -203,13 +209,21 @@ class Drafting:
             del proposed[len(proposed) // 2 :]
         return proposed
 
-    def _note(self, proposed: list[tuple[LlmRequest, list[int]]]) -> None:
-        for request, tokens in proposed:
-            draft = self._of[request]
-            draft.before, draft.count = request.num_tokens, len(tokens)
-            self._num_drafts += len(tokens)
-        self._num_now = len(proposed)
-        self._num_steps += self._num_now
+    def _note_clients(self, generation: Sequence[LlmRequest], after_contexts: ContextDrafts) -> None:
+        """Note clients' drafts in the step, and count those of requests whose step with them has been read."""
+        if self._of_clients:
+            for request in generation:
+                if draft := self._of_clients.pop(request, None):
+                    self._count(draft, request.num_tokens)
+        for request, count in after_contexts:
+            self._of_clients[request] = draft = _Draft()
+            self._note(draft, request, count)
+
+    def _note(self, draft: _Draft, request: LlmRequest, count: int) -> None:
+        draft.before, draft.count = request.num_tokens, count
+        self._num_drafts += count
+        self._num_now += 1
+        self._num_steps += 1
 
     def _count(self, draft: _Draft, num_tokens: int) -> None:
         """Count what the last step with drafts of a request accepted, and choose how many drafts it gets next."""

@@ -108,7 +108,7 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"),
         # With speculative_config:
         ("Draft Steps", "sequences", START, "in steps with drafts of this sequence"),
-        ("Draft Tokens", "tokens", START, "proposed by the engine"),
+        ("Draft Tokens", "tokens", START, "proposed by the engine or by clients"),
         ("Accepted Draft Tokens", "tokens", START, "of those, the ones that the model generated"),
         ("Requests With Draft Tokens", "requests", ITERATION, "that had drafts in its step"),
         ("Draft Time Microseconds", "microseconds", ITERATION, "inside the drafter"),
