@@ -20,16 +20,17 @@ class GatedMlp:
     f is the activation function, one of ACTIVATIONS.
 
     gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
+    down      name of down
     scale     factor on the output; None: no factor
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
                  activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj"),
-                 scale: float | None = None) -> None:
+                 down: str = "down_proj", scale: float | None = None) -> None:
         _refuse_unknown(activation, f"GatedMlp {name}")
         self.gate_up = Linear(weights, context, [f"{name}.{part}" for part in gate_up], hidden_size,
                               [intermediate_size] * 2, bias=bias, split="columns")
-        self.down = Linear(weights, context, [f"{name}.down_proj"], intermediate_size, [hidden_size], bias=bias,
+        self.down = Linear(weights, context, [f"{name}.{down}"], intermediate_size, [hidden_size], bias=bias,
                            split="rows", scale=scale)
         self.activation, self._is_deterministic = activation, context.deterministic
         self._activate = dispatch.kernel("gated_activation", context.device)

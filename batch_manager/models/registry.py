@@ -85,8 +85,11 @@ _SHIPPED = {
     "GemmaForCausalLM": ("gemma", "Gemma"),
     "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
     "GraniteForCausalLM": ("granite", "Granite"),
+    "GraniteMoeForCausalLM": ("mixtures", "GraniteMoe"),
+    "MixtralForCausalLM": ("mixtures", "Mixtral"),
     "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
     "Olmo3ForCausalLM": ("olmo3", "Olmo3"),
+    "OlmoeForCausalLM": ("mixtures", "Olmoe"),
     "OPTForCausalLM": ("opt", "Opt"),
     "Phi3ForCausalLM": ("phi3", "Phi3"),
     "PhiForCausalLM": ("phi", "Phi"),
@@ -96,6 +99,8 @@ _SHIPPED = {
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
+    "Qwen2MoeForCausalLM": ("mixtures", "Qwen2Moe"),
+    "Qwen3MoeForCausalLM": ("mixtures", "Qwen3Moe"),
     "Qwen3ForCausalLM": ("qwen3", "Qwen3"),
 }
 _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
@@ -109,7 +114,8 @@ _MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Mistral
                 "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
                 "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
                 "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
-                "FalconForCausalLM": "falcon"}
+                "FalconForCausalLM": "falcon", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
+                "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe", "GraniteMoeForCausalLM": "granitemoe"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -6,6 +6,7 @@ from typing import Self, TypeVar
 from ..attention.interface import LayerAttention
 from ..errors import ConfigError
 from ..layers.context import Split
+from ..layers.experts import ExpertParameters
 from ..layers.rotary import RotaryParameters
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -30,6 +31,7 @@ class ModelSpec:
     qk_norm                  whether queries and keys are normed. The model class decides whether a norm is over one
                              head or over all heads
     gated_mlp                whether the feed-forward network has three matrices; otherwise two
+    experts                  for each layer the parameters of its experts; None: the layer has none. Empty: no layer has
     dtype                    "float32", "float16" or "bfloat16", from config.json; None: the file does not state it
     """
 
@@ -55,6 +57,7 @@ class ModelSpec:
     rotary_size: int | None = None
     dtype: str | None = None
     kv_copies: int = 1
+    experts: tuple[ExpertParameters | None, ...] = ()
 
     def share(self, split: Split) -> Self:
         """Return the spec of one of the processes of `split`: its part of the heads and of the MLP.
@@ -65,6 +68,12 @@ class ModelSpec:
         if split.size == 1:
             return self
         copies = max(split.size // self.num_kv_heads, 1)
+        sizes = {size for layer in self.experts if layer for size in (layer.size, layer.shared_size)}
+        undivided = next((size for size in sorted(sizes) if size % split.size), None)
+        if undivided is not None:
+            raise ConfigError(f"the model is split over {split.size} processes, and the intermediate size of an expert "
+                              f"of {self.architecture} is {undivided}", f"expected a multiple of {split.size}",
+                              "use fewer processes")
         for name, divides, expected in (
                 ("num_heads", self.num_heads % split.size == 0, "a multiple"),
                 ("num_kv_heads", self.num_kv_heads * copies % split.size == 0, "a multiple or a divisor"),
@@ -79,17 +88,29 @@ class ModelSpec:
                           replace(layer, alibi_slopes=layer.alibi_slopes[first : first + heads])
                           for layer in self.attention)
         return replace(self, num_heads=heads, num_kv_heads=kv_heads, kv_copies=copies, attention=attention,
-                       intermediate_size=self.intermediate_size // split.size)
+                       intermediate_size=self.intermediate_size // split.size,
+                       experts=tuple(layer and layer.share(split) for layer in self.experts))
 
     @property
     def num_weights(self) -> int:
         """Number of elements in the model's matrices. Norms and biases, which are small, are not counted."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
-        rows = self.num_layers * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        dense = (3 if self.gated_mlp else 2) * self.intermediate_size
+        experts = [layer.rows for layer in self.experts if layer is not None]
+        rows = self.num_layers * attention + (self.num_layers - len(experts)) * dense + sum(experts)
         rows += self.vocab_size if self.tie_word_embeddings else 2 * self.vocab_size
         has_slopes = any(layer.alibi_slopes is not None for layer in self.attention)
         rows += self.max_position_embeddings if self.rotary is None and not has_slopes else 0
         return rows * self.hidden_size
+
+    @property
+    def expert_counts(self) -> tuple[int, int, int] | None:
+        """Number of layers with experts, and the largest numbers of experts and of a token's; None: no layer has any.
+        """
+        layers = [layer for layer in self.experts if layer is not None]
+        if not layers:
+            return None
+        return len(layers), max(layer.count for layer in layers), max(layer.chosen for layer in layers)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

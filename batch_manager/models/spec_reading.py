@@ -226,8 +226,8 @@ def check_spec(config: Fields, spec: ModelSpec, class_name: str, *, is_shipped: 
                     f"max_position_embeddings is {positions}", "at least 2, for a prompt and an output of one token",
                     "correct the field")
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size * spec.hidden_size
-    total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + (
-        spec.vocab_size * spec.hidden_size)
+    total = spec.num_layers * (attention + 2 * spec.intermediate_size * spec.hidden_size) + spec.hidden_size * (
+        spec.vocab_size + sum(layer.rows for layer in spec.experts if layer is not None))
     if total > MAX_WEIGHTS:
         raise ModelLoadError(f"{config.where}: the sizes imply {total:,} weights", f"expected at most {MAX_WEIGHTS:,}",
                              "check that config.json belongs to this checkpoint")

@@ -194,7 +194,11 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
                  that samples needs scratch memory for float32 logits. The kernels of attention need scratch memory for
                  the parts of long sequences
     """
-    per_token = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * sum(spec.qkv_sizes)
+    experts = [layer for layer in spec.experts if layer is not None]
+    widest = max([spec.intermediate_size, *(size for layer in experts for size in (layer.size, layer.shared_size))])
+    # An expert's rows and their output, and in float32 the output and the sum over experts.
+    copies = 12 if experts else 6
+    per_token = copies * spec.hidden_size + 3 * widest + 4 * sum(spec.qkv_sizes)
     rows, scratch = min(max_rows, max_num_tokens), 0
     if processors:
         scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(

@@ -138,7 +138,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "dtype": str(resolved_dtype).removeprefix("torch."), "checkpoint_dtype": spec.dtype, "steps": steps,
         "not_compiled": obstacle, "not_captured": absent.get("graph", ""), "absent": absent,
         "num_layers": spec.num_layers, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size, "attention_windows": windows,
+        "head_size": spec.head_size, "attention_windows": windows, "experts": spec.expert_counts,
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
@@ -156,6 +156,7 @@ def described(facts: dict[str, Any]) -> str:
     """Format the facts of `inspect_model` as text."""
     wide = " and ".join(f"{size:,}" for size in facts["attention_windows"])
     windows = f"windows of {wide} tokens in {counted(facts['layers_with_a_window'], 'layer')}" if wide else "no window"
+    windows += "; experts in {} of the layers: {}, {} for each token".format(*facts["experts"]) if facts["experts"] else ""
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())

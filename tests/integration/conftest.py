@@ -85,9 +85,12 @@ def _config(family: str):
     if family == "gpt2":
         return transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512,
                                        initializer_range=0.15, bos_token_id=None, eos_token_id=None)
-    # The families below have no native class.
     if family == "mixtral-window":
         return transformers.MixtralConfig(**COMMON, num_local_experts=8, sliding_window=48)
+    if family == "qwen2-moe":
+        return transformers.Qwen2MoeConfig(**COMMON, num_experts=8, moe_intermediate_size=32, mlp_only_layers=[0],
+                                           shared_expert_intermediate_size=64)
+    # The families below have no native class.
     if family == "exaone4":
         return transformers.Exaone4Config(**COMMON, sliding_window=40, layer_types=["sliding_attention",
                                                                                     "full_attention"])

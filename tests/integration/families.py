@@ -5,7 +5,7 @@ import pytest
 FAMILIES = ["llama", "llama-yarn-bias", "mistral-window", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3",
             "gpt-neox", "olmo2", "smollm3", "stablelm", "starcoder2",
             "phi", "cohere", "gptj", "granite", "cohere2", "opt", "stablelm-head-norms", "bloom", "falcon",
-            "falcon-slopes"]
+            "falcon-slopes", "mixtral-window", "qwen2-moe"]
 
 
 def families_and_engines(names, engines, each):

@@ -20,6 +20,7 @@ LENGTHS = [1, 2, 15, 16, 17, 40, 63, 90, 120, 5]
 
 @pytest.mark.parametrize(("family", "options"), [
     ("mixtral-window", dict(policy=MAX, model_type=FUSED, enable_chunked_context=True, max_num_tokens=48,
+                            model_implementation="transformers",
                             kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=12 * 16))),
     ("exaone4", dict(policy=GUARANTEED, model_type=SPLIT, enable_trt_overlap=True,
                      kv_cache_config=KvCacheConfig(tokens_per_block=16, max_tokens=90 * 16))),
@@ -60,6 +61,7 @@ def test_beams_are_those_of_transformers(make_manager, new_client, new_request, 
     prompts = prompts_of(reference.vocab_size, [3, 17, 60], seed=2)
     asked = {i: (prompt, 12, width, 7, 1.0, 0) for (i, prompt), width in zip(prompts.items(), (2, 4, 3))}
     run_beams(make_manager, new_client(), new_request, model, asked, max_batch_size=8,
+              model_implementation="transformers",
               kv_cache_config=KvCacheConfig(tokens_per_block=8, max_tokens=2048))
 
 

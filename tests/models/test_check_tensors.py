@@ -10,9 +10,9 @@ from batch_manager.errors import ModelLoadError
 from batch_manager.models.loading import check_tensors, class_and_spec, load_model
 from batch_manager.weights import safetensors_source
 from batch_manager.weights.checkpoint import open_checkpoint
-from tests.models.test_same_logits_as_transformers import FAMILIES
+from tests.models.test_same_logits_as_transformers import EXPERTS, FAMILIES
 
-ONE_OF_EACH = {family: (family, options) for family, options in reversed(FAMILIES.values())}
+ONE_OF_EACH = {family: (family, options) for family, options in reversed([*FAMILIES.values(), *EXPERTS.values()])}
 LAYERS = ("num_hidden_layers", "n_layer")
 
 

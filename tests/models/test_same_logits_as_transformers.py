@@ -120,6 +120,27 @@ FAMILIES = {
                                                   "activation_function": "relu"}),
 }
 
+# Families that no form but calls of the layers computes; test_experts.py runs them.
+MOE = {"num_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 3, **NO_TOKENS}
+EXPERTS = {
+    "mixtral, window": ("Mixtral", {**NO_TOKENS, "num_local_experts": 8, "sliding_window": 8}),
+    "qwen2-moe, windows in some layers": ("Qwen2Moe", {
+        **MOE, "shared_expert_intermediate_size": 80, "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 1}),
+    "qwen2-moe, dense layers, renormalised": ("Qwen2Moe", {
+        **MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [0],
+        "decoder_sparse_step": 1, "qkv_bias": False}),
+    "qwen3-moe, every second layer, tied": ("Qwen3Moe", {
+        **MOE, "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {**NO_TOKENS, "num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe, clipped, renormalised, biases": ("Olmoe", {
+        **NO_TOKENS, "num_experts": 4, "num_experts_per_tok": 4, "clip_qkv": 0.8, "norm_topk_prob": True,
+        "attention_bias": True}),
+    "granite-moe": ("GraniteMoe", {
+        **NO_TOKENS, "num_local_experts": 8, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.4, "logits_scaling": 0.5, "tie_word_embeddings": True}),
+}
+
 
 @pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
 @pytest.mark.parametrize("case", FAMILIES)

@@ -10,12 +10,13 @@ from batch_manager.errors import ConfigError, ModelLoadError
 from batch_manager.models import load_model, register_model, registry
 from batch_manager.models.decoder import Stage
 from tests.models.conftest import Driver
-from tests.models.test_same_logits_as_transformers import FAMILIES
+from tests.models.test_same_logits_as_transformers import EXPERTS, FAMILIES
 from tests.own_models.gemma2 import Gemma2
 
 # A case of every family, with a tied head if there is one. Three models have three stages, the second without any end.
-CASES = {family: case for case, (family, options) in reversed(FAMILIES.items())}
-CASES |= {family: case for case, (family, options) in FAMILIES.items() if options.get("tie_word_embeddings")}
+ALL = FAMILIES | EXPERTS
+CASES = {family: case for case, (family, options) in reversed(ALL.items())}
+CASES |= {family: case for case, (family, options) in ALL.items() if options.get("tie_word_embeddings")}
 
 
 def load(folder, **options):
@@ -50,7 +51,7 @@ class Stages:
     *((family, case, 2) for family, case in CASES.items()), ("Llama", "llama, yarn", 3), ("Gemma3", "gemma 3", 3),
     ("Olmo3", "olmo 3", 3)])
 def test_stages_compute_the_bits_of_the_whole(family, case, count, reference, prompts):
-    _, folder = reference(family, **FAMILIES[case][1])
+    _, folder = reference(family, **ALL[case][1])
     whole, stages = load(folder), Stages(folder, count)
     as_one = SimpleNamespace(spec=whole.spec, model=stages, dtype=whole.dtype)
     results = [driver.generate(prompts([1, 17, 40]), 4, chunk=16)

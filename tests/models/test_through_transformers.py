@@ -101,7 +101,13 @@ def test_a_family_of_this_package_computes_the_same_either_way(reference, family
 
 
 @pytest.fixture(scope="module")
+def phimoe(reference):
+    return reference("Phimoe", num_local_experts=8, **NO_IDS)[1]
+
+
+@pytest.fixture(scope="module")
 def mixtral(reference):
+    """A checkpoint for which this package has a class, too."""
     return reference("Mixtral", num_local_experts=8, **NO_IDS)[1]
 
 
@@ -144,18 +150,18 @@ def reference(tmp_path_factory):
     return get
 
 
-def test_auto_takes_transformers_where_there_is_no_class_of_this_package(mixtral):
-    assert load_model(mixtral, device="cpu").implementation == "transformers"
-    assert read_spec(mixtral).architecture == "MixtralForCausalLM"
-    refused(mixtral, "MixtralForCausalLM", "LlamaForCausalLM", how="native", error=UnsupportedModelError)
+def test_auto_takes_transformers_where_there_is_no_class_of_this_package(phimoe):
+    assert load_model(phimoe, device="cpu").implementation == "transformers"
+    assert read_spec(phimoe).architecture == "PhimoeForCausalLM"
+    refused(phimoe, "PhimoeForCausalLM", "LlamaForCausalLM", how="native", error=UnsupportedModelError)
 
 
-def test_a_registered_class_counts_as_native(mixtral, monkeypatch):
+def test_a_registered_class_counts_as_native(phimoe, monkeypatch):
     from batch_manager.models import registry
 
     monkeypatch.setattr(registry, "_models", dict(registry._models))
-    register_model("MixtralForCausalLM", Llama)
-    refused(mixtral, "num_local_experts")                 # the registered class reads the file
+    register_model("PhimoeForCausalLM", Llama)
+    refused(phimoe, "num_local_experts")                 # the registered class reads the file
 
 
 @pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
@@ -204,16 +210,16 @@ def test_a_field_that_the_class_declares_with_an_underscore_is_read(reference, c
     check_against(model, Driver(loaded), random_prompts([20, 9]))
 
 
-def test_a_type_that_is_not_on_the_list_is_refused_with_both_lists(mixtral, edited):
-    folder = edited(mixtral, model_type="unheard_of", architectures=["UnheardOfForCausalLM"])
-    refused(folder, "unheard_of", "UnheardOfForCausalLM", "LlamaForCausalLM", "mixtral", error=UnsupportedModelError)
-    refused(folder, "unheard_of", "mixtral", how="transformers", error=UnsupportedModelError)
+def test_a_type_that_is_not_on_the_list_is_refused_with_both_lists(phimoe, edited):
+    folder = edited(phimoe, model_type="unheard_of", architectures=["UnheardOfForCausalLM"])
+    refused(folder, "unheard_of", "UnheardOfForCausalLM", "LlamaForCausalLM", "phimoe", error=UnsupportedModelError)
+    refused(folder, "unheard_of", "phimoe", how="transformers", error=UnsupportedModelError)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bart", "bert", "falcon_mamba", "llama4_text", "mimo_v2_flash",
                                         "codegen", "qwen3_next"])
-def test_what_does_not_run_is_refused_with_its_reason(mixtral, edited, model_type):
-    folder = edited(mixtral, model_type=model_type, architectures=["OtherForCausalLM"])
+def test_what_does_not_run_is_refused_with_its_reason(phimoe, edited, model_type):
+    folder = edited(phimoe, model_type=model_type, architectures=["OtherForCausalLM"])
     refused(folder, model_type, REFUSED[model_type], error=UnsupportedModelError)
 
 
@@ -227,11 +233,11 @@ def test_the_classes_of_this_package_are_on_the_list_too():
     assert not PROVEN.keys() & REFUSED.keys()
 
 
-def test_without_transformers_the_extra_is_named(mixtral, monkeypatch):
+def test_without_transformers_the_extra_is_named(phimoe, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(mixtral, 'pip install "batch-manager[hf]"', error=ConfigError)
+    refused(phimoe, 'pip install "batch-manager[hf]"', error=ConfigError)
 
 
 def test_an_old_version_is_refused(monkeypatch):
@@ -284,15 +290,15 @@ def test_a_kind_of_layer_that_was_not_tried_is_refused(edited, reference):
 ])
 def test_a_bad_configuration_is_refused_by_name(mixtral, edited, fields, words):
     folder = edited(mixtral, **fields)
-    refused(folder, *words, str(folder))
+    refused(folder, *words, str(folder), how="transformers")
 
 
-def test_fields_that_choose_other_code_change_nothing(mixtral, edited):
+def test_fields_that_choose_other_code_change_nothing(phimoe, edited):
     """Fields that name kernels from a hub, remote code, other implementations or labels have no effect."""
-    folder = edited(mixtral, attn_implementation="kernels-community/flash-attn", _attn_implementation="evil/evil",
+    folder = edited(phimoe, attn_implementation="kernels-community/flash-attn", _attn_implementation="evil/evil",
                     experts_implementation="evil/evil", num_labels=2**24, output_attentions=True, return_dict=False,
                     torchscript=True, use_cache=True, _name_or_path="evil/evil", output_router_logits=True)
-    plain, other = (Driver(load_model(one, device="cpu")).prefill(random_prompts([20])) for one in (mixtral, folder))
+    plain, other = (Driver(load_model(one, device="cpu")).prefill(random_prompts([20])) for one in (phimoe, folder))
     assert torch.equal(plain, other)
 
 
@@ -301,7 +307,7 @@ NASTY = (None, 0, -1, 1, 7, 2**20, 2**24, 2**63, 1e-30, -0.5, 1e30, True, False,
          {"full_attention": {"rope_type": "default"}})
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Cohere2"])
+@pytest.mark.parametrize("family", ["Phimoe", "GptOss", "Cohere2"])
 def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path, family):
     """A model with random hostile values in config.json loads, or is refused with a ConfigError.
 
@@ -327,20 +333,20 @@ def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path,
                                     lambda: torch.set_default_dtype(torch.bfloat16),
                                     lambda: torch.set_default_device("meta")], ids=["float64", "bfloat16", "meta"])
 def test_defaults_of_the_host_change_nothing(mixtral, set_it):
-    expected = Driver(load_model(mixtral, device="cpu")).prefill(random_prompts([20]))
+    expected = Driver(load_model(mixtral, device="cpu", model_implementation="transformers")).prefill(random_prompts([20]))
     set_it()
     try:
-        loaded = load_model(mixtral, device="cpu")
+        loaded = load_model(mixtral, device="cpu", model_implementation="transformers")
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     assert torch.equal(Driver(loaded).prefill(random_prompts([20])), expected)
 
 
-def test_a_tensor_too_many_is_refused(mixtral, edited):
+def test_a_tensor_too_many_is_refused(phimoe, edited):
     from safetensors.torch import load_file, save_file
 
-    folder = edited(mixtral)
+    folder = edited(phimoe)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.layers.0.extra.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
     refused(folder, "model.layers.0.extra.weight")
@@ -349,18 +355,18 @@ def test_a_tensor_too_many_is_refused(mixtral, edited):
     refused(folder, "model.layers.1.block_sparse_moe.experts.3.w1.weight")
 
 
-def test_seeded_weights_need_config_json_alone(mixtral, tmp_path):
-    shutil.copy(mixtral / "config.json", tmp_path)
+def test_seeded_weights_need_config_json_alone(phimoe, tmp_path):
+    shutil.copy(phimoe / "config.json", tmp_path)
     loaded = load_model(tmp_path, device="cpu", load_format="dummy", seed=3)
     again = load_model(tmp_path, device="cpu", load_format="dummy", seed=3)
     rows = [Driver(one).prefill(random_prompts([20])) for one in (loaded, again)]
     assert torch.equal(*rows) and rows[0].isfinite().all()
 
 
-def test_deterministic_is_refused(mixtral):
-    message = "the transformers library computes MixtralForCausalLM.*leave deterministic out"
+def test_deterministic_is_refused(phimoe):
+    message = "the transformers library computes PhimoeForCausalLM.*leave deterministic out"
     with pytest.raises(ConfigError, match=message):
-        load_model(mixtral, device="cpu", deterministic=True)
+        load_model(phimoe, device="cpu", deterministic=True)
 
 
 # ---------------------------------------------------------------------- the comparison at load

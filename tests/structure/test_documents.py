@@ -228,26 +228,3 @@ def test_the_limits_of_the_page_for_hosts_are_the_defaults():
     params = TrtGptModelOptionalParams()
     assert len(rows) >= 7 and {name: float(value.replace(",", "")) for name, value in rows} == {
         name: getattr(params, name) for name, _ in rows}
-
-
-# ---------------------------------------------------------------------- the files that a change touches
-
-EXTENDING = (REPOSITORY / "batch_manager" / "EXTENDING.md").read_text(encoding="utf-8")
-COUNTED = {title: (int(count), text) for title, count, text in re.findall(
-    r"^## (.+?): (\d+) files[^\n]*\n(.*?)(?=^## |\Z)", EXTENDING, re.M | re.S) if "New (" in text}
-
-
-@pytest.mark.parametrize("title", COUNTED)
-def test_the_files_of_a_change_exist_or_are_new_and_their_numbers_are_right(title):
-    count, text = COUNTED[title]
-    found = {kind: (int(stated), re.findall(r"`([\w/]+\.py)`", named)) for kind, stated, named in re.findall(
-        r"(New|Changed)\s\((\d+)\):\s(.*?)(?=\sChanged\s\(|\n\n|\Z)", text, re.S)}
-    for kind, (stated, files) in found.items():
-        assert len(files) == len(set(files)) == stated, (kind, files)
-        is_there = [(REPOSITORY / "batch_manager" / file).exists() for file in files]
-        assert is_there == [kind == "Changed"] * len(files), (kind, files, is_there)
-    assert sum(stated for stated, _ in found.values()) == count and f"{count}" in EXTENDING.partition("## ")[0]
-
-
-def test_each_change_of_the_table_names_its_files():
-    assert len(COUNTED) == 1

@@ -678,7 +678,7 @@ def test_a_folder_does_not_use_the_words_of_another():
 
 
 def test_a_family_inherits_from_the_frame_alone_and_the_families_are_short():
-    """The 23 families together have at most 2,000 lines."""
+    """The 28 families together have at most 2,200 lines."""
     texts = {module: (PACKAGE / f"models/{module}.py").read_text() for module, _ in _SHIPPED.values()}
     for module, name in _SHIPPED.values():
         (family,) = [node for node in ast.parse(texts[module]).body
@@ -686,7 +686,7 @@ def test_a_family_inherits_from_the_frame_alone_and_the_families_are_short():
         assert [ast.unparse(base) for base in family.bases] == ["Decoder"], module
         methods = {node.name for node in family.body if isinstance(node, ast.FunctionDef)}
         assert not methods & {"__init__", "forward"}, module
-    assert sum(text.count("\n") for text in texts.values()) <= 2000
+    assert sum(text.count("\n") for text in texts.values()) <= 2200
 
 
 def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_class_goes():

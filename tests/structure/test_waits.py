@@ -33,6 +33,8 @@ ALLOWED: dict[str | tuple[str, str], str] = {
     "triton_kernels/interpreter.py": "runs in the interpreter, whose values are NumPy arrays",
     ("batch_manager/decoding/logits_return.py", "context_logits"):
         "the logits of a prompt may be too large for the device, which computes and returns them in pieces",
+    ("batch_manager/layers/experts.py", "Experts._sum"):
+        "calls of the layers multiply as many rows as chose an expert; no other form of a step computes experts",
     ("batch_manager/decoding/decoder.py", "GptDecoder.sample_largest"): "for compiled steps, which run on a CPU",
     **dict.fromkeys([("batch_manager/runtime/ranks/backend.py", name) for name in ("RunLayers.finish", "input_tokens")],
                     "ranks run each step after the one before was read, and rank 0 sends its tokens to the others"),

@@ -186,6 +186,12 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
     if "fixed" not in absent and not can_bind(parts.attention):
         reason = f"{type_name(parts.attention)} cannot read its inputs at fixed addresses"
         absent |= {name: absent.get(name, reason) for name in ("graph", "fused", "fixed")}
+    if any(spec.experts):                                  # their products have as many rows as chose an expert
+        reason = f"the layers of {type_name(model)} have experts"
+        for name in ("graph", "fused", "fixed"):
+            if name not in absent:
+                refuse_if_asked(asked.params, name, reason, "launches at fixed addresses have no rows by expert")
+                absent[name] = reason
     inputs = None if "fixed" in absent else FixedInputs(parts, largest_shapes(
         parts.num_slots, graph_sizes, has_adapter_tiles(parts)))
     table = record_embedding(model.embed)

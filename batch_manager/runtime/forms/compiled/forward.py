@@ -202,7 +202,7 @@ def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
         return f"it computes in {dtype}, not in {' or '.join(map(str, TYPES))}"
     if spec.head_size > LARGEST_HEAD:
         return f"its head_size is {spec.head_size}, above {LARGEST_HEAD}"
-    return ""
+    return "its layers have experts" if any(spec.experts) else ""
 
 
 def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int

@@ -1,0 +1,232 @@
+"""Mixtures of experts: Llama's frame with experts in place of the MLP, in some layers or in all.
+
+Source   Mixtral (arXiv 2401.04088), Qwen1.5-MoE (Qwen, 2024), Qwen3 (arXiv 2505.09388), OLMoE (arXiv 2409.02060),
+         Granite 3.0 (IBM, 2024); checkpoints of transformers' classes of the same names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention.interface import Attention
+from ..layers.context import LayerContext
+from ..layers.embedding import Embedding, Head
+from ..layers.experts import ExpertNames, ExpertParameters, Experts
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMlp
+from ..layers.norm import HeadNorms, RmsNorm
+from ..layers.rotary import Rotary
+from ..weights.json_file import Fields
+from ..weights.source import Weights
+from .decoder import Decoder
+from .spec import ModelSpec
+from .spec_reading import (
+    MAX_WIDTH,
+    layer_count,
+    name_or_alias,
+    read_decoder_spec,
+    read_layer_types,
+    read_uniform_windows,
+    read_window,
+    refuse_windows,
+    windows_of,
+)
+
+MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSpec(ModelSpec):
+    """The spec of a mixture of experts.
+
+    norms_rows        with qk_norm: whether a norm is over all heads of a row; otherwise over each head
+    clip              largest size of an entry of queries, keys and values; None: any
+    embedding_scale   factor by which the embeddings are multiplied
+    residual_scale    factor by which the outputs of attention and MLP are multiplied in each layer
+    logits_divisor    number by which the logits are divided
+    """
+
+    norms_rows: bool = False
+    clip: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+
+
+def _unless_one(factor: float) -> float | None:
+    return None if factor == 1 else factor
+
+
+class _Layer:
+    mlp_name, names = "mlp", ExpertNames()
+
+    def __init__(self, spec: MixtureSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        self.index, self.clip, self.head_norms, self.row_norms = index, spec.clip, None, ()
+        self.sizes, self.head_size = spec.qkv_sizes, spec.head_size
+        size, epsilon, scale = spec.hidden_size, spec.norm_epsilon, _unless_one(spec.residual_scale)
+        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
+        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
+                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
+        if spec.norms_rows:
+            self.row_norms = (
+                RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.qkv_sizes[0], epsilon, split=True),
+                RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon, split=True,
+                        copies=spec.kv_copies))
+        elif spec.qk_norm:
+            self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, epsilon)
+        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
+                          split="rows", scale=scale)
+        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
+        experts = spec.experts[index]
+        if experts is None:
+            self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
+        else:
+            self.mlp = Experts(weights, context, f"{name}.{self.mlp_name}", size, experts, spec.activation,
+                               self.names, scale)
+
+    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        hidden = self.out.add_to(hidden, self._attended(self.qkv(self.input_norm(hidden)), rotary, attention))
+        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+
+    def _attended(self, qkv: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
+        parts = list(qkv.split_with_sizes(self.sizes, 1))
+        for number, norm in enumerate(self.row_norms):
+            parts[number] = norm(parts[number])
+        if self.clip is not None:
+            parts = [part.clamp(-self.clip, self.clip) for part in parts]
+        query, key, value = (part.view(len(qkv), -1, self.head_size) for part in parts)
+        if self.head_norms is not None:
+            return self.head_norms.attend(attention, self.index, query, key, value, rotary)
+        return attention.run(self.index, query, key, value, rotary)
+
+
+class _MixtralLayer(_Layer):
+    mlp_name, names = "block_sparse_moe", ExpertNames(gate_up=("w1", "w3"), down="w2")
+
+
+class _GraniteLayer(_Layer):
+    mlp_name, names = "block_sparse_moe", ExpertNames("router.layer", "", ("input_linear",), "output_linear")
+
+
+def _read_experts(config: Fields, num_layers: int, *, count: int, chosen: int, renormalises: bool,
+                  name: str = "num_experts", alias: str = "num_local_experts", size: str = "intermediate_size",
+                  default_size: Any = None, shared_size: int = 0) -> tuple[ExpertParameters | None, ...]:
+    """Return the experts of each layer. A layer has none if `mlp_only_layers` has its number, or if its number is not
+    the last one of a group of `decoder_sparse_step` layers.
+
+    count, chosen, default_size   the family's defaults; default_size None: the file must have the field
+    name, alias, size             names of the fields with the number of experts and the size of one
+    """
+    count = config.count(name_or_alias(config, name, alias), count, minimum=1, maximum=MAX_EXPERTS)
+    chosen = config.count("num_experts_per_tok", chosen, maximum=MAX_EXPERTS)
+    if chosen > count:
+        raise config.fault("num_experts_per_tok", f"at most the number of experts, {count}")
+    default = () if default_size is None else (default_size,)
+    experts = ExpertParameters(count=count, chosen=chosen, size=config.count(size, *default, maximum=MAX_WIDTH),
+                               renormalises=renormalises, shared_size=shared_size)
+    if size == "intermediate_size":                    # every layer of these families has experts
+        return (experts,) * num_layers
+    dense = config.counts("mlp_only_layers", range(num_layers + 1)) if "mlp_only_layers" in config else []
+    step = config.count("decoder_sparse_step", 1)
+    return tuple(None if index in dense or (index + 1) % step else experts for index in range(num_layers))
+
+
+class Mixtral(Decoder):
+    """Implements MixtralForCausalLM of transformers."""
+
+    layer, per_layer = _MixtralLayer, ("attention", "experts")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> MixtureSpec:
+        windows = read_uniform_windows(config, config.count("sliding_window", None))
+        experts = _read_experts(config, len(windows), count=8, chosen=2, renormalises=True, name="num_local_experts",
+                                alias="num_experts")
+        return read_decoder_spec(config, architecture, windows=windows, num_kv_heads=8, max_positions=131072,
+                                 default_norm_epsilon=1e-5, default_theta=1e6, spec_class=MixtureSpec, experts=experts)
+
+
+class Qwen2Moe(Decoder):
+    """Implements Qwen2MoeForCausalLM of transformers."""
+
+    layer, per_layer = _Layer, ("attention", "experts")
+    understands = ("sliding_window", "max_window_layers")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> MixtureSpec:
+        num_layers, slides = layer_count(config), config.flag("use_sliding_window", False)
+        first = config.count("max_window_layers", 28, minimum=0)
+        kinds = read_layer_types(config, ["sliding_attention" if slides and index < first and index % 2 == 0
+                                          else "full_attention" for index in range(num_layers)])
+        if "sliding_attention" in kinds and not slides:
+            raise config.fault("layer_types", "no sliding_attention, because use_sliding_window is false")
+        experts = _read_experts(
+            config, num_layers, count=60, chosen=4, renormalises=config.flag("norm_topk_prob", False),
+            size="moe_intermediate_size", default_size=1408,
+            shared_size=config.count("shared_expert_intermediate_size", 5632, maximum=MAX_WIDTH))
+        return read_decoder_spec(config, architecture, windows=windows_of(config, kinds,
+                                                                          read_window(config) if slides else None),
+                                 qkv_bias=config.flag("qkv_bias", True), num_kv_heads=16, max_positions=32768,
+                                 default_norm_epsilon=1e-6, default_theta=10000.0, spec_class=MixtureSpec,
+                                 experts=experts)
+
+
+class Qwen3Moe(Decoder):
+    """Implements Qwen3MoeForCausalLM of transformers."""
+
+    layer, per_layer = _Layer, ("attention", "experts")
+    understands = ("sliding_window",)
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> MixtureSpec:
+        slides, bias = config.flag("use_sliding_window", False), config.flag("attention_bias", False)
+        windows = read_uniform_windows(config, read_window(config) if slides else None)
+        experts = _read_experts(config, len(windows), count=128, chosen=8,
+                                renormalises=config.flag("norm_topk_prob", False), size="moe_intermediate_size",
+                                default_size=768)
+        return read_decoder_spec(config, architecture, windows=windows, qkv_bias=bias, out_bias=bias, qk_norm=True,
+                                 num_kv_heads=4, max_positions=32768, default_norm_epsilon=1e-6, default_theta=10000.0,
+                                 spec_class=MixtureSpec, experts=experts)
+
+
+class Olmoe(Decoder):
+    """Implements OlmoeForCausalLM of transformers."""
+
+    layer, per_layer = _Layer, ("attention", "experts")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> MixtureSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
+        refuse_windows(config, num_layers)
+        experts = _read_experts(config, num_layers, count=64, chosen=8,
+                                renormalises=config.flag("norm_topk_prob", False))
+        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 qk_norm=True, max_positions=4096, default_norm_epsilon=1e-5, default_theta=10000.0,
+                                 spec_class=MixtureSpec, experts=experts, norms_rows=True,
+                                 clip=config.number("clip_qkv", None))
+
+
+class GraniteMoe(Decoder):
+    """Implements GraniteMoeForCausalLM of transformers."""
+
+    layer, per_layer = _GraniteLayer, ("attention", "experts")
+
+    @staticmethod
+    def read_spec(config: Fields, architecture: str) -> MixtureSpec:
+        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
+        refuse_windows(config, num_layers)
+        experts = _read_experts(config, num_layers, count=8, chosen=2, renormalises=True, name="num_local_experts",
+                                alias="num_experts")
+        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+                                 max_positions=2048, default_norm_epsilon=1e-6, default_theta=10000.0,
+                                 scale=config.number("attention_multiplier", 1.0), spec_class=MixtureSpec,
+                                 experts=experts, embedding_scale=config.number("embedding_multiplier", 1.0),
+                                 residual_scale=config.number("residual_multiplier", 1.0),
+                                 logits_divisor=config.number("logits_scaling", 1.0))
+
+    def make_embedding(self, spec: MixtureSpec, weights: Weights, context: LayerContext) -> Embedding:
+        self.prompt_tuning_scale = spec.embedding_scale    # as in transformers
+        return super().make_embedding(spec, weights, context, scale=_unless_one(spec.embedding_scale))
+
+    def make_head(self, spec: MixtureSpec, weights: Weights, context: LayerContext) -> Head:
+        return super().make_head(spec, weights, context, scale=_unless_one(1 / spec.logits_divisor))
