@@ -164,8 +164,7 @@ def described(facts: dict[str, Any]) -> str:
         stored_as += f"; matrices in {' and '.join(facts['kept_types'])} keep the file's blocks"
     if facts["quantization"]:
         stored_as += f"; matrices of layers are quantised to {facts['quantization']}"
-    copy = facts["embedding_copy_bytes"]
-    copied = f" and {size(copy)} for a copy of the embedding" if copy else ""
+    copied = f" and {size(copy)} for a copy of the embedding" if (copy := facts["embedding_copy_bytes"]) else ""
     lines = [
         facts["path"], "",
         f"  architecture   {facts['architecture']}, {facts['model_implementation']}: {facts['model_class']}",
