@@ -61,8 +61,8 @@ class Experts:
     """The sum of the chosen experts' outputs, each times its weight, plus the shared expert's output times its gate.
 
     The router computes a softmax over all experts in float32. The experts with the largest logits are chosen; among
-    equal ones, those with lower numbers. Outputs are added in the order of the experts' numbers, in float32. Each expert
-    multiplies its rows as `GatedMlp` does, so that with `deterministic` a row's bits depend on that row alone.
+    equal ones, those with lower numbers. Outputs are added in the order of the experts' numbers, in float32. Each
+    expert multiplies its rows as `GatedMlp` does, so that with `deterministic` a row's bits depend on that row alone.
 
     Adapters apply to the shared expert alone. The router is never quantised.
 

@@ -156,7 +156,7 @@ def described(facts: dict[str, Any]) -> str:
     """Format the facts of `inspect_model` as text."""
     wide = " and ".join(f"{size:,}" for size in facts["attention_windows"])
     windows = f"windows of {wide} tokens in {counted(facts['layers_with_a_window'], 'layer')}" if wide else "no window"
-    windows += "; experts in {} of the layers: {}, {} for each token".format(*facts["experts"]) if facts["experts"] else ""
+    windows += "; experts in {} layer(s): {}, {} for each token".format(*facts["experts"]) if facts["experts"] else ""
     ends = ", ".join(map(str, facts["end_ids"])) or "none, outputs end only at their length limit"
     what = "steps run" if facts["model_implementation"] == NATIVE else "layers run in transformers, attention"
     stored_as = ", ".join(f"{count:,} {printable(kind)}" for kind, count in facts["stored_types"].items())

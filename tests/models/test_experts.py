@@ -20,7 +20,6 @@ from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
 from batch_manager.weights.source import DummyWeights
-
 from tests.runtime.bindable_torch import BindableTorchAttention
 
 from .conftest import Driver, expected_logits, random_prompts
@@ -140,5 +139,5 @@ def test_what_an_expert_cannot_do_is_refused_by_name(reference):
 
 def test_inspect_says_what_the_experts_are(reference):
     facts = inspect_model(str(reference("Qwen3Moe", **CASES["Qwen3Moe"][1])[1]), device="cpu", free_bytes=2**30)
-    assert "experts in 1 of the layers: 8, 3 for each token" in described(facts)
+    assert "experts in 1 layer(s): 8, 3 for each token" in described(facts)
     assert facts["not_compiled"] == "Qwen3Moe cannot be compiled: its layers have experts"

@@ -333,7 +333,8 @@ def test_whatever_a_field_says_a_model_is_refused_or_loaded(reference, tmp_path,
                                     lambda: torch.set_default_dtype(torch.bfloat16),
                                     lambda: torch.set_default_device("meta")], ids=["float64", "bfloat16", "meta"])
 def test_defaults_of_the_host_change_nothing(mixtral, set_it):
-    expected = Driver(load_model(mixtral, device="cpu", model_implementation="transformers")).prefill(random_prompts([20]))
+    loaded = load_model(mixtral, device="cpu", model_implementation="transformers")
+    expected = Driver(loaded).prefill(random_prompts([20]))
     set_it()
     try:
         loaded = load_model(mixtral, device="cpu", model_implementation="transformers")
