@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,8 @@ class GptDecoder:
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
-                    of rows. The decoder therefore applies stages, reports and tests by ratios row by row, and
-                    processes the beams of each sequence separately; so it samples without `native`. The compiled
+                    of rows. The decoder therefore samples a row with stages, reports or a test by ratios on its own,
+                    and processes the beams of each sequence separately; so it samples without `native`. The compiled
                     library, Triton's kernels and a plain argmax process rows independently in any case
     native          the library of compiled steps, which then computes the probabilities of sampled tokens; None: torch
     """
@@ -303,16 +304,20 @@ class GptDecoder:
 
     def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None,
                            ratio: RatioRows | None) -> SampledTokens:
-        """Apply the stages and sample, each row separately, so that its bits do not depend on the other rows.
+        """Apply the stages and sample so that the bits of a row do not depend on the other rows.
 
+        Each row that torch computes is sampled separately. The rows between two of these are sampled together.
         Log-probs are 0 in rows that did not ask for them.
         """
-        if raw is None:
-            raw_of = [None] * len(rows)
-        else:
-            parts = iter(raw.split(1))
-            raw_of = [next(parts).clone() if asks else None for asks in rows.active(RAW_LOG_PROBS).tolist()]
+        is_single = rows.active(self._singly)
+        if ratio is not None:
+            is_single[ratio.rows] = True
+        has_raw = rows.active(RAW_LOG_PROBS)
+        raw_parts = iter(() if raw is None else raw.split(1))
+        # A part starts at each single row and after it.
+        starts = np.flatnonzero(is_single | np.append(True, is_single[:-1])).tolist()
         return SampledTokens.joined([
-            self._stage_and_sample(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)), raw_of[row],
-                                   None if ratio is None else ratio.part(row))
-            for row in range(len(rows))])
+            self._stage_and_sample(logits[first:end].clone(), rows.part(slice(first, end)),
+                                   next(raw_parts).clone() if has_raw[first] else None,
+                                   None if ratio is None else ratio.part(first))
+            for first, end in pairwise([*starts, len(rows)])])

@@ -79,10 +79,15 @@ def draw_circumstances(draw: random.Random, asks: dict[int, Ask], block: int, co
     arrivals = {request_id: draw.choice([0, draw.randint(0, 6)]) for request_id in asks}
     if reuse:                                               # request 1 publishes the common prefix for the others
         arrivals = {request_id: 8 + arrivals[request_id] if request_id > 1 else 0 for request_id in asks}
-    return Circumstances(
+    circumstances = Circumstances(
         layout=draw.choice(list(LAYOUTS)), overlap=not solitary and draw.random() < 0.3, chunk=chunk, pauses=pauses,
         arrivals=arrivals, laziness=draw.choice([0.0, 0.0, 0.25]), solitary=solitary, reuse=reuse,
         seed=(seed := draw.getrandbits(32)), drafts=0.7 if seed % 2 else None)
+    own = random.Random(seed)
+    circumstances.resumed = {
+        request_id: own.randint(1, ask.count - 1) for request_id, ask in asks.items()
+        if ask.beam_width == 1 and not ask.context_logits and own.random() < 0.2}
+    return circumstances
 
 
 def describe_length(length: int, unit: int) -> str:
@@ -142,6 +147,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
             counts["prompt", describe_length(len(ask.prompt), unit)] += 1
         drafted = circumstances.drafts is not None and not circumstances.static and circumstances.layout != "padded"
         counts["drafted"] += drafted * sum(ask.beam_width == 1 for ask in asks.values())
+        counts["resumed"] += len(circumstances.resumed)
         counts.update(pairs=len(asks), tokens=sum(ask.count for ask in asks.values()), different=len(differences))
         if differences:
             found.append(f"seed {seed}, run {run} (python -m tests.campaigns.deterministic {seed}): {family}, blocks "
@@ -155,7 +161,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
 
 def run(options: Options) -> Summary:
     total, failures, last_seed = run_seeds(run_seed, options, lambda total: total["pairs"] >= ENOUGH[options.tier])
-    names = "engines", "pairs", "drafted", "compiled", "tokens", "pauses", "different"
+    names = "engines", "pairs", "drafted", "resumed", "compiled", "tokens", "pauses", "different"
     return Summary(f"T3: seeds {options.first_seed}..{last_seed}: " + ", ".join(
         f"{total[name]:,} {name}" for name in names),
         failures, short(total, options.tier), [f"{axis}: {values}" for axis, values in along_axes(total)])
@@ -189,8 +195,8 @@ def main() -> int:
     normal = "--normal" in sys.argv
     with tempfile.TemporaryDirectory() as parent:
         counts, found = run_seed(int(sys.argv[1]), Path(parent), not normal)
-    print(*found, f"{counts['pairs']} pairs, {counts['compiled']} in compiled steps, {counts['different']} different",
-          sep="\n")
+    print(*found, f"{counts['pairs']} pairs, {counts['resumed']} resumed, {counts['compiled']} in compiled steps, "
+          f"{counts['different']} different", sep="\n")
     return int(bool(found) != normal)
 
 

@@ -21,6 +21,7 @@ from batch_manager import (
     SpeculativeConfig,
     TrtGptModelOptionalParams,
     TrtGptModelType,
+    resume,
 )
 from batch_manager.clock import SystemClock
 from batch_manager.layers.context import LayerContext
@@ -146,6 +147,11 @@ class Outcome:
     def differences(self, other: "Outcome") -> list[str]:
         return [name for name, value in vars(self).items() if value != vars(other)[name]]
 
+    def after(self, count: int) -> "Outcome":
+        """Return what a request has that continues after the first `count` tokens; the fields of beams are empty."""
+        skipped = [len(values) // len(self.tokens) * count for values in (self.log_probs, self.generation_logits)]
+        return Outcome(self.tokens[count:], self.log_probs[skipped[0]:], self.generation_logits[skipped[1]:], b"", b"")
+
 
 @dataclass
 class Circumstances:
@@ -161,6 +167,7 @@ class Circumstances:
     solitary   each step runs a single request
     reuse      enable block reuse
     drafts     probability that a draft token of the client or the engine is right; None: there are no drafts
+    resumed    request id -> number of tokens of the run alone after which the request is resumed in this engine
     """
 
     layout: str = "fused"
@@ -173,6 +180,7 @@ class Circumstances:
     solitary: bool = False
     reuse: bool = False
     drafts: float | None = None
+    resumed: dict[int, int] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -270,7 +278,8 @@ class Laboratory:
         """Run all requests in one engine under these circumstances, and return the outcome of each request id."""
         schedulers, drafter = [], None
         if circumstances.drafts is not None and not circumstances.static and circumstances.layout != "padded":
-            texts = {request_id: self.alone(ask).tokens for request_id, ask in asks.items() if ask.beam_width == 1}
+            texts = {request_id: self.alone(ask).tokens[circumstances.resumed.get(request_id, 0):]
+                     for request_id, ask in asks.items() if ask.beam_width == 1}
             drafter = KnowingDrafter(texts, vocab_of(self.folder.name), circumstances.drafts, circumstances.seed)
 
         def scheduler(limits, kv_cache_manager):
@@ -284,6 +293,10 @@ class Laboratory:
                                           enable_block_reuse=circumstances.reuse))
         arrivals = [(circumstances.arrivals.get(request_id, 0), ask.request(request_id))
                     for request_id, ask in asks.items()]
+        for request_id, count in circumstances.resumed.items():
+            place = list(asks).index(request_id)
+            iteration, request = arrivals[place]
+            arrivals[place] = iteration, resume(request, self.alone(asks[request_id]).tokens[:count])
         for request_id, text in {} if drafter is None else drafter.texts.items():
             request = arrivals[list(asks).index(request_id)][1]
             request.input_tensors["draft_input_ids"] = drafter.guesses(text[:MOST_DRAFTS])
@@ -301,7 +314,10 @@ class Laboratory:
         Returns {request id: names of the fields of Outcome that differ}, without the requests that have no difference.
         """
         outcomes = self.run(asks, circumstances)
-        found = {request_id: self.alone(ask).differences(outcomes[request_id]) for request_id, ask in asks.items()}
+        found = {request_id: self.alone(ask).differences(outcomes[request_id])
+                 for request_id, ask in asks.items() if request_id not in circumstances.resumed}
+        for request_id, count in circumstances.resumed.items():
+            found[request_id] = self.alone(asks[request_id]).after(count).differences(outcomes[request_id].after(0))
         return {request_id: names for request_id, names in found.items() if names}
 
     def close(self) -> None:

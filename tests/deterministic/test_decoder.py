@@ -77,6 +77,18 @@ def test_compiled_code_samples_rows_at_once_as_if_each_were_the_step(two_threads
         assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
 
 
+def test_only_the_rows_that_torch_computes_take_calls_of_their_own(two_threads, monkeypatch):
+    calls, sample = [], GptDecoder._stage_and_sample
+    monkeypatch.setattr(GptDecoder, "_stage_and_sample",
+                        lambda self, logits, *more: calls.append(len(logits)) or sample(self, logits, *more))
+    setups = [*[SETUPS[0]] * 5, SETUPS[7], *[SETUPS[2]] * 24, SETUPS[5], SETUPS[6]]
+    together, alone = together_and_alone(True, load_library(), setups)
+    assert calls == [5, 1, 24, 1, 1, *[1] * ROWS]
+    assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
+    assert torch.equal(together.log_probs, torch.cat([
+        torch.zeros(1) if sampled.log_probs is None else sampled.log_probs for sampled in alone]))
+
+
 def test_without_it_the_sums_of_several_rows_are_taken_otherwise(two_threads):
     together, alone = together_and_alone(deterministic=False)
     assert not torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
