@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from batch_manager.attention.interface import PackedStep
+from batch_manager.attention.torch_fixed_tiles import FixedTileAttention
 from batch_manager.attention.torch_paged import TorchPagedAttention
 from batch_manager.layers.context import ONE_PROCESS
 from batch_manager.layers.recording import RecordedAttention, record
@@ -96,7 +97,7 @@ class Driver:
             with torch.inference_mode():
                 recording = record(self.loaded.model.forward, spec.hidden_size, self.loaded.dtype, recorded)
             self.step = CompiledForward(recording, self.pool, spec.num_heads, ThreadGovernor(2),
-                                        getattr(self, "port", None), split=self.split)
+                                        getattr(self, "port", None), self.loaded.deterministic, self.split)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.shuffled else range(self.num_blocks)
         self.free = [int(block) for block in order]
 
@@ -187,7 +188,7 @@ def expected_logits(model, sequences, steps):
 
 @pytest.fixture(params=["torch", "compiled"])
 def driver(request):
-    """driver(folder, dtype, **options) -> Driver of a model in torch, or compiled."""
+    """driver(folder, dtype, deterministic, **options) -> Driver of a model in torch, or compiled."""
     compiled = request.param == "compiled"
     if compiled:
         try:
@@ -195,9 +196,11 @@ def driver(request):
         except CannotCompileError as error:
             pytest.skip(str(error))
 
-    def make(folder, dtype="float32", **options):
-        return Driver(load_model(folder, device="cpu", dtype=dtype, compiled_step=compiled), compiled=compiled,
-                      **options)
+    def make(folder, dtype="float32", deterministic=False, **options):
+        if deterministic:
+            options["attention_class"] = FixedTileAttention
+        return Driver(load_model(folder, device="cpu", dtype=dtype, deterministic=deterministic,
+                                 compiled_step=compiled), compiled=compiled, **options)
 
     return make
 

@@ -142,12 +142,12 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks, deterministic"])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_packed_batch_has_the_logits_of_transformers(case, chunk, reference, driver, prompts, check_against):
     family, options = FAMILIES[case]
     model, folder = reference(family, **options)
-    run = driver(folder, shuffled=chunk is not None)
+    run = driver(folder, shuffled=chunk is not None, deterministic=chunk is not None)
     check_against(model, run, prompts([1, 5, 16, 17, 40]), chunk=chunk)
 
 
