@@ -205,10 +205,14 @@ def test_the_threads_of_the_newest_step_are_a_statistic():
     assert made.figures() == {}
 
 
-def test_torch_has_one_thread_inside_a_compiled_step_and_the_host_its_own_number():
-    made, before, seen = backend(num_threads=3), torch.get_num_threads(), []
+@pytest.mark.parametrize(("softcap", "threads"), [(None, 1), (30.0, 3)])
+def test_torch_has_one_thread_beside_a_compiled_head_and_all_for_a_head_of_its_own(tmp_path, softcap, threads):
+    config = {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+              "max_position_embeddings": 64, "final_logit_softcapping": softcap}
+    made, before, seen = dummy_backend(tmp_path, config, num_threads=3), torch.get_num_threads(), []
     model = made._forms._forms[0]._model
     embed = model.embed
     model.embed = lambda ids: seen.append(torch.get_num_threads()) or embed(ids)
     warm_up(made._parts, made._forms)
-    assert set(seen) == {1} and torch.get_num_threads() == before
+    assert set(seen) == {threads} and torch.get_num_threads() == before

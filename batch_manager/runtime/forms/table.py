@@ -215,8 +215,9 @@ def make_forms(asked: Asked, absent: Mapping[str, str], parts: DeviceParts, load
                 forward = PaddedForward(model, parts.attention, forward)
             return [*forms, calls("padded", forward=forward, head=head)], launches
         if compiled is not None:
-            # The rest is little work, and idle threads of torch would spin on the cores of the compiled code.
-            forms.append(calls("compiled", forward=forward, head=head, threads=1 if has_openmp() else None))
+            # Beside a compiled head, the rest is little work, and idle threads of torch would spin on its cores.
+            is_little = has_openmp() and compiled[1] is not None
+            forms.append(calls("compiled", forward=forward, head=head, threads=1 if is_little else None))
         if only_compiled:
             absent.setdefault("packed", "deterministic is set, and `compiled` serves every batch")
             return forms, launches

@@ -140,6 +140,11 @@ class CompiledForward:
         """Number of threads that computed the newest step."""
         return self._governor.newest
 
+    @property
+    def most_threads(self) -> int:
+        """Largest number of threads of a step."""
+        return self._governor.most
+
     def _make_room(self, rows: int) -> None:
         """Allocate the registers for at least `rows` rows. Fill them with zeros.
 
@@ -225,11 +230,10 @@ def record_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, si
     """
     if obstacle := obstacle_of_model(spec, loaded.dtype):
         raise NotRecordableError(obstacle)
-    threads = parts.num_threads or torch.get_num_threads()
     recorded = RecordedAttention((spec.num_heads, spec.num_kv_heads, spec.head_size), spec.attention, sink)
     recording = record(loaded.model.forward, spec.hidden_size, loaded.dtype, recorded, may_be_input=not is_last)
     matrix = record_head(loaded.model.logits, spec.hidden_size, loaded.dtype)
-    governor = ThreadGovernor(threads)
+    governor = ThreadGovernor(parts.num_threads or torch.get_num_threads())
     forward = CompiledForward(recording, parts.pool, spec.num_heads, governor, parts.adapters, loaded.deterministic,
                               split)
     return forward, None if matrix is None else CompiledHead(matrix, governor)
@@ -259,5 +263,5 @@ def check_compiled(parts: DeviceParts, loaded: LoadedModel, forward: CompiledFor
         found = found or adapted and f"with a made-up adapter, {adapted}"
     if found:
         raise NoForm(found, is_wrong=True)
-    threads = parts.num_threads or torch.get_num_threads()
-    log.info("steps run as compiled code on at most %s; torch runs the rest of a step", counted(threads, "thread"))
+    log.info("steps run as compiled code on at most %s; torch runs the rest of a step",
+             counted(forward.most_threads, "thread"))
