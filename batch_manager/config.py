@@ -22,6 +22,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 QUANTIZATIONS = ("int8", "int4")
+FP8_CACHE = "fp8_e4m3"
+KV_CACHE_DTYPES = ("auto", FP8_CACHE, "fp8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 COLLECTIVES = ("nccl", "gloo")
 TRANSFER_ROLES = ("producer", "consumer", "both")
@@ -53,6 +55,8 @@ class KvCacheConfig:
     tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it. A GPU
                                with Triton's kernels refuses 8, and blocks too large for its shared memory, such as 256
                                tokens of float32 in heads of 256 entries
+    kv_cache_dtype             "auto": the dtype of the activations; "fp8_e4m3", or "fp8": keys and values are rounded to
+                               8 bits, so that a pool of bfloat16's size has twice the blocks. Outputs change a little
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     disk_cache_path            directory that keeps reusable blocks for later runs of the engine, and for other engines;
                                made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks
@@ -82,6 +86,7 @@ class KvCacheConfig:
     event_buffer_max_size: int = 0
     event_hash_key: bytes | None = field(default=None, repr=False)
     event_tokens: bool = False
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         put_count(self, "max_tokens", optional=True, owner="KvCacheConfig.")
@@ -110,6 +115,11 @@ class KvCacheConfig:
         if size not in BLOCK_SIZES:
             raise ConfigError(f"KvCacheConfig.tokens_per_block is {shown_option(self.tokens_per_block)}",
                               f"it must be one of {', '.join(map(str, BLOCK_SIZES))}", "64 is the default")
+        if not isinstance(self.kv_cache_dtype, str) or self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {shown_option(self.kv_cache_dtype)}",
+                              f"it must be one of {', '.join(KV_CACHE_DTYPES)}", '"auto" is the default')
+        if self.kv_cache_dtype == "fp8":                      # vLLM's short name
+            object.__setattr__(self, "kv_cache_dtype", FP8_CACHE)
         object.__setattr__(self, "free_gpu_memory_fraction", fraction)
         object.__setattr__(self, "tokens_per_block", size)
         if self.sink_token_length and self.max_attention_window is None:
@@ -593,7 +603,6 @@ _NOT_HERE = {
     **dict.fromkeys(("enable_thinking", "chat_template_kwargs"),
                     "a variable of the chat template: LLM.chat(messages, template_options={'enable_thinking': ...})"),
     "served_model_name": "`batch-manager serve` has --served-model-name",
-    "kv_cache_dtype": "keys and values have the dtype of the activations, dtype=...",
     **dict.fromkeys(("speculative_model", "draft_model"), "draft models are not supported"),
 }
 

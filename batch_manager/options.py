@@ -140,6 +140,10 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"host_cache_size is {kv.host_cache_size:,}", "the backend has no blocks in host memory",
                           "give the backend host blocks and set BackendInfo.host_blocks to their number, or leave "
                           "host_cache_size out")
+    if kv.kv_cache_dtype != "auto" and kv.kv_cache_dtype != info.kv_cache_dtype:
+        raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kv.kv_cache_dtype!r}",
+                          f"the backend of type {type(backend).__name__} states {info.kv_cache_dtype!r}",
+                          "state it as BackendInfo.kv_cache_dtype, or leave kv_cache_dtype out")
     has_store = _has_store(params, kv, parts, backend)
     adapters = None
     if params.peft_cache_config is not None:

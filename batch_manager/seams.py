@@ -22,6 +22,7 @@ class BackendInfo:
     dispatch              what computes a step: "triton", "compiled", "torch", or a name that a custom backend chooses
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
+    kv_cache_dtype        the KvCacheConfig.kv_cache_dtype that the pool has; "auto": that of `dtype`
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
                           before the window are freed, except those of sink tokens. None: a token attends to all
                           tokens up to itself
@@ -67,6 +68,7 @@ class BackendInfo:
     max_adapter_size: int = 0
     adapter_pages: int = 0
     adapter_modules: AdapterModules | None = field(default=None, hash=False)
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):

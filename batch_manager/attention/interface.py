@@ -136,6 +136,7 @@ class LayerAttention:
                      with f(p) = bfloat16(slope * bfloat16(p)); None: compute it in float32
     has_sink_logits  `run` gets one extra logit per head, which counts in the softmax like a key whose value is zero.
                      Sink logits are unrelated to the sink tokens of windows.py
+    key_scale, value_scale   an FP8 KV cache has keys and values divided by these, see fp8.py
     Raises    ConfigError for a value out of range
     """
 
@@ -145,10 +146,14 @@ class LayerAttention:
     alibi_slopes: tuple[float, ...] | None = None
     alibi_bfloat16_factor: float | None = None
     has_sink_logits: bool = False
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, expectation, fits in (
                 ("scale", self.scale, "a finite number above 0", _is_positive(self.scale)),
+                ("key_scale", self.key_scale, "a finite number above 0", _is_positive(self.key_scale)),
+                ("value_scale", self.value_scale, "a finite number above 0", _is_positive(self.value_scale)),
                 ("window", self.window, "None or an integer above 0",
                  self.window is None or _is_positive(self.window) and isinstance(self.window, int)),
                 ("softcap", self.softcap, "None or a finite number above 0",

@@ -88,8 +88,9 @@ class FixedTileAttention(TorchPagedAttention):
 
     deterministic = True
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
-        super().__init__(spec, kv_pool, sink)
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__(spec, kv_pool, sink, dtype)
         self.tile = max(MIN_TILE_KEYS, self.block)
         self.pages_per_tile = self.tile // self.block
         # A power of two, so that a product has about CONTEXT_ROWS rows.
@@ -135,7 +136,7 @@ class FixedTileAttention(TorchPagedAttention):
 
         per_tile   number of sequences times number of kv heads
         """
-        gathered = self.layer_pages[layer].index_select(0, pages).float()
+        gathered = self._gathered(layer, pages).float()
         return gathered.view(2, -1, per_tile, self.tile, self.head_size)
 
     def _attend_tiles(self, layer, queries, key, value, planned, units, sink_logits):
@@ -149,7 +150,7 @@ class FixedTileAttention(TorchPagedAttention):
         counts = self._counts[height]
         scores = in_pieces(_scores, queries.expand(num_tiles, -1, -1, -1).flatten(0, 1), key.flatten(0, 1),
                            sizes=counts)
-        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
+        scale, softcap = self.scales[layer], self.attention[layer].softcap
         if softcap is None:
             scores.mul_(scale)
         else:

@@ -15,6 +15,7 @@ import torch
 
 from ..triton_kernels.cpu.rope_kv_append import StepRows, packed, pool_rows
 from .alibi import alibi_bias
+from .fp8 import FP8, Fp8Numbers
 from .interface import HeadLayout, PackedStep, RotaryTable, refuse_wrong_sink_logits
 from .windows import blocks_seen
 
@@ -85,6 +86,8 @@ class TorchPagedAttention:
     """Paged attention in torch over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
     sink            number of sink tokens; see windows.py
+    dtype           of queries, keys and values; None: that of the pool. A pool of float8_e4m3fn has rounded ones, see
+                    fp8.py
 
     Blocks that no query of the step sees are not gathered: they may belong to another sequence and contain NaN, and
     0 * NaN is NaN.
@@ -93,7 +96,8 @@ class TorchPagedAttention:
     dispatch = "torch"
     deterministic = False
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0) -> None:
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0,
+                 dtype: torch.dtype | None = None) -> None:
         num_blocks, num_layers, _, kv_heads, block, head_size = kv_pool.shape
         assert kv_pool.is_contiguous()
         assert (num_layers, kv_heads, head_size) == (spec.num_layers, spec.num_kv_heads, spec.head_size)
@@ -104,7 +108,9 @@ class TorchPagedAttention:
         self._kinds = [(layer.window, layer.alibi_slopes, layer.alibi_bfloat16_factor) for layer in spec.attention]
         self.windows = tuple(dict.fromkeys(layer.window for layer in spec.attention))
         self.block_bytes = kv_pool[0, 0].nbytes
-        self.dtype, self.device = kv_pool.dtype, kv_pool.device
+        self.dtype, self.device = kv_pool.dtype if dtype is None else dtype, kv_pool.device
+        self._fp8 = Fp8Numbers(self.dtype, self.device) if kv_pool.dtype == FP8 else None
+        self.scales = [layer.scale if self._fp8 is None else layer.scale * layer.key_scale for layer in spec.attention]
         self._slopes = {slopes: torch.tensor(slopes, dtype=torch.float32, device=self.device).view(kv_heads, self.group)
                         for _, slopes, _ in self._kinds if slopes is not None}
         square = torch.full((TILE_ROWS, TILE_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
@@ -136,26 +142,38 @@ class TorchPagedAttention:
         rows = packed(query, key, value)
         if rotary is not None:
             self._step_rows.rotate(rows[:, : -self.kv_heads], rotary.cos, rotary.sin)
-        self.layer_rows[layer].index_put_((self._step_rows.kv_rows,), rows[:, self.heads :])
+        stored = rows[:, self.heads :]
+        if self._fp8 is not None:
+            stored = self._fp8.rounded(stored, self.attention[layer].key_scale, self.attention[layer].value_scale)
+        self.layer_rows[layer].index_put_((self._step_rows.kv_rows,), stored)
         query, key, value = rows.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 1)
 
         contexts, groups = self._plans[self._kinds[layer]]
+        if contexts and self._fp8 is not None:
+            key, value = self._fp8.widened(stored).chunk(2, 1)
         if not contexts and len(groups) == 1:
-            return self._generate(layer, groups[0], query, sink_logits)
-        result = query.new_empty(len(query), self.heads * self.head_size)
-        for context in contexts:
-            self._attend(layer, context, query, key, value, result, sink_logits)
-        for group in groups:
-            result[group.rows] = self._generate(layer, group, query, sink_logits)
+            result = self._generate(layer, groups[0], query, sink_logits)
+        else:
+            result = query.new_empty(len(query), self.heads * self.head_size)
+            for context in contexts:
+                self._attend(layer, context, query, key, value, result, sink_logits)
+            for group in groups:
+                result[group.rows] = self._generate(layer, group, query, sink_logits)
+        if self._fp8 is not None and self.attention[layer].value_scale != 1.0:
+            result.mul_(self.attention[layer].value_scale)
         return result
+
+    def _gathered(self, layer, pages):
+        """Return the pages with these numbers, in the dtype of the queries."""
+        gathered = self.layer_pages[layer].index_select(0, pages)
+        return gathered if self._fp8 is None else self._fp8.widened(gathered)
 
     def _generate(self, layer, group, query, sink_logits):
         """Return the attention [n, heads * head_size] of the generation rows of a group of n sequences."""
         rows = query[group.rows]
-        gathered = self.layer_pages[layer].index_select(0, group.pages)
-        key, value = gathered.view(2, len(rows) * self.kv_heads, -1, self.head_size)
+        key, value = self._gathered(layer, group.pages).view(2, len(rows) * self.kv_heads, -1, self.head_size)
         queries = rows.reshape(len(rows) * self.kv_heads, self.group, self.head_size)
-        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
+        scale, softcap = self.scales[layer], self.attention[layer].softcap
         if softcap is None:
             scores = torch.baddbmm(group.mask, queries, key.transpose(1, 2), alpha=scale)
         else:
@@ -170,9 +188,8 @@ class TorchPagedAttention:
         if context.pages is None:
             key, value = key[context.rows].transpose(0, 1), value[context.rows].transpose(0, 1)
         else:
-            gathered = self.layer_pages[layer].index_select(0, context.pages)
-            key, value = gathered.view(2, self.kv_heads, -1, self.head_size)
-        scale, softcap = self.attention[layer].scale, self.attention[layer].softcap
+            key, value = self._gathered(layer, context.pages).view(2, self.kv_heads, -1, self.head_size)
+        scale, softcap = self.scales[layer], self.attention[layer].softcap
         split = (-1, self.kv_heads, self.group, self.head_size)
         for tile in context.tiles:
             rows = query[tile.rows].view(split).permute(1, 2, 0, 3)                    # [kv heads, group, rows, D]

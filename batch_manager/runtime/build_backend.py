@@ -13,7 +13,7 @@ from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
-from ..config import MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
+from ..config import FP8_CACHE, MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
@@ -49,7 +49,7 @@ from .device.running import (
 from .forms.fixed.inputs import can_bind
 from .forms.fixed.shapes import NO_SIZES, mixed_sizes
 from .forms.table import Asked, make_forms, wanted_forms
-from .kv_pool import block_operations, make_host_pool, make_kv_pool
+from .kv_pool import block_operations, make_host_pool, make_kv_pool, pool_dtype
 from .memory_plan import EngineSizes, divide_memory, refuse_too_many_slots
 from .native_backend import NativeBackend
 from .operations import Operations
@@ -86,6 +86,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     device = resolve_device(params.device) if part is None else part.device_among(resolve_device(params.device))
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
                   1 if part is None else part.place.num_ranks)
+    refuse_fp8_cache(asked)
     absent = wanted_forms(asked)
     if params.quantization is not None:
         refuse_without_compiled_steps(params.quantization, absent)
@@ -108,11 +109,13 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     with _described_errors(device, stream, sizes) as made:
         with on_stream(stream), torch.inference_mode():
             block = params.kv_cache_config.tokens_per_block
-            pool = make_kv_pool(spec, memory.num_blocks, block, loaded.dtype, device)
-            host_pool = make_host_pool(spec, memory.host_blocks, block, loaded.dtype, device)
+            cached = pool_dtype(params.kv_cache_config.kv_cache_dtype, loaded.dtype)
+            pool = make_kv_pool(spec, memory.num_blocks, block, cached, device)
+            host_pool = make_host_pool(spec, memory.host_blocks, block, cached, device)
             attention = (attention_factory or make_attention)(
                 spec, pool, **({"sink": sink} if sink else {}),
-                **({"deterministic": True} if params.deterministic else {}))
+                **({"deterministic": True} if params.deterministic else {}),
+                **({"dtype": loaded.dtype} if cached != loaded.dtype else {}))
             stages = tuple(own_stages(num_slots, device)) if own_stages else ()
             num_threads = params.num_threads
             if num_threads is None and part is not None and has_openmp():
@@ -180,6 +183,7 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: Ma
         tokens_per_block=parts.tokens_per_block, num_slots=parts.num_slots, dispatch=dispatch,
         hidden_size=loaded.spec.hidden_size, device=device_name(device),
         dtype=str(loaded.dtype).removeprefix("torch."),
+        kv_cache_dtype="auto" if parts.pool.dtype == loaded.dtype else FP8_CACHE,
         attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
         host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
         max_draft_tokens=MAX_DRAFT_TOKENS,
@@ -294,6 +298,16 @@ def _described_errors(device: torch.device, stream: torch.Stream | None, sizes: 
                 "KvCacheConfig.max_tokens") from error
         raise ConfigError(f"the warm-up of the loaded model, for up to {state}, raised {first_line(error)}",
                           "the model must run a step before it serves requests", "see the exception above") from error
+
+
+def refuse_fp8_cache(asked: Asked) -> None:
+    """Raise ConfigError if an attention that reads no FP8 would read the KV cache."""
+    kind = asked.params.kv_cache_config.kv_cache_dtype
+    reason = ("Parts.attention is set" if asked.has_attention else
+              f"the kernels on {asked.device} are Triton's" if asked.has_triton else "")
+    if kind != "auto" and reason:
+        raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kind!r}, but {reason}",
+                          "expected attention in torch, which alone reads FP8", "leave kv_cache_dtype out")
 
 
 def refuse_without_compiled_steps(quantization: str, absent: Mapping[str, str]) -> None:

@@ -29,6 +29,8 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
              params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
     if params.quantization is not None:
         facts.append(params.quantization)
+    if kv.kv_cache_dtype != "auto":
+        facts += [kv.kv_cache_dtype, [(layer.key_scale, layer.value_scale) for layer in loaded.spec.attention]]
     if params.deterministic:
         facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
                   dispatch, torch.backends.cpu.get_cpu_capability()]

@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 
+from ..attention.fp8 import FP8
+from ..config import FP8_CACHE
 from ..errors import InsufficientMemoryError, counted
 from ..handover import BlockClear, BlockCopy
 from ..models.spec import ModelSpec
 from ..triton_kernels.cpu.large_pages import allocate
 from .device.running import is_out_of_memory, pinned
+
+
+def pool_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the pool for KvCacheConfig.kv_cache_dtype and the dtype of the activations."""
+    return FP8 if kv_cache_dtype == FP8_CACHE else dtype
 
 
 def block_bytes(spec: ModelSpec, tokens_per_block: int, dtype: torch.dtype) -> int:

@@ -30,7 +30,7 @@ from ..triton_kernels.sample_scratch import scratch_bytes
 from .device.devices import num_multiprocessors
 from .device.memory import free_memory
 from .forms.fixed.shapes import MOST_CONTEXTS, graph_rows
-from .kv_pool import block_bytes
+from .kv_pool import block_bytes, pool_dtype
 
 if TYPE_CHECKING:
     from ..models.loading import LoadedModel
@@ -210,7 +210,8 @@ def divide_memory(params: TrtGptModelOptionalParams, loaded: "LoadedModel", size
                    port: "LoraPort | None", part: "RankPart | None") -> DividedMemory:
     """Divide the free memory among host blocks, pages of adapters, the buffers of steps, and blocks of the KV cache."""
     spec, device, dtype, kv = loaded.spec, loaded.device, loaded.dtype, params.kv_cache_config
-    one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, dtype), device.type != "cpu"
+    cached = pool_dtype(kv.kv_cache_dtype, dtype)
+    one_block, on_gpu = block_bytes(spec, kv.tokens_per_block, cached), device.type != "cpu"
     # Sink tokens exclude block reuse, so there is nothing to evict to the host.
     has_store = kv.disk_cache_path is not None or params.kv_transfer_config is not None
     host_bytes = kv.host_cache_size or (HOST_BLOCKS_OF_A_STORE * one_block if has_store else 0)

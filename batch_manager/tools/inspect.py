@@ -29,13 +29,13 @@ from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
 from ..models.registry import is_shipped
 from ..runtime import packing
-from ..runtime.build_backend import refuse_quantization
+from ..runtime.build_backend import refuse_fp8_cache, refuse_quantization
 from ..runtime.device.devices import device_name, named_device, num_multiprocessors, resolve_device
 from ..runtime.device.memory import free_memory
 from ..runtime.forms.compiled.forward import obstacle_of_model
 from ..runtime.forms.form import by_reason
 from ..runtime.forms.table import Asked, wanted_forms
-from ..runtime.kv_pool import block_bytes
+from ..runtime.kv_pool import block_bytes, pool_dtype
 from ..runtime.memory_plan import plan_memory, refuse_too_many_slots, step_bytes
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
@@ -49,7 +49,8 @@ DEFAULTS = TrtGptModelOptionalParams()
 OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_num_tokens": "--max-num-tokens",
              "KvCacheConfig.free_gpu_memory_fraction": "--kv-cache-free-gpu-mem-fraction",
              "max_batch_size": "--max-batch-size", "max_seq_len": "--max-seq-len",
-             "model_implementation": "--model-implementation", "quantization": "--quantization"}
+             "model_implementation": "--model-implementation", "quantization": "--quantization",
+             "kv_cache_dtype": "--kv-cache-dtype"}
 NAMED = ("device", "dtype", "max_seq_len", "model_implementation", "quantization", "max_batch_size", "max_num_tokens")
 PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
 # Advice on parameters that are no options of this program, or that have another form here.
@@ -94,6 +95,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     is_native = implementation == NATIVE
     asked = Asked(params, target, packing.packed, with_triton)
     absent = wanted_forms(asked if is_native else asked._replace(params=replace(params, cpu_compile=False)))
+    refuse_fp8_cache(asked)
     if quantization is not None:
         refuse_quantization(asked, checkpoint, resolved_dtype, implementation)
     if not is_native:
@@ -118,7 +120,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         num_bytes = check_tensors(checkpoint, model_class, spec, resolved_dtype, quantization=quantization)
         weight_bytes = weight_bytes if quantization is None else num_bytes + copy_bytes
     refuse_too_many_weights(weight_bytes, checkpoint, target, resolved_dtype, free_bytes)
-    one_block = block_bytes(spec, kv.tokens_per_block, resolved_dtype)
+    one_block = block_bytes(spec, kv.tokens_per_block, pool_dtype(kv.kv_cache_dtype, resolved_dtype))
     set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size,
                            num_multiprocessors(target) if with_triton else 0)
     longest = max_seq_len or spec.max_position_embeddings
@@ -146,7 +148,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
         "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes, "free_bytes": free_bytes,
         "step_bytes": set_aside, "set_aside_bytes": plan.set_aside_bytes,
-        "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
+        "kv_cache_dtype": kv.kv_cache_dtype, "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
         "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
                                  for length in lengths}}
@@ -184,7 +186,8 @@ def described(facts: dict[str, Any]) -> str:
           if facts["set_aside_bytes"] < facts["step_bytes"] else []),
         f"  KV cache       {size(facts['pool_bytes'])}, {counted(facts['num_blocks'], 'block')} of "
         f"{counted(facts['tokens_per_block'], 'token')} "
-        f"and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)",
+        f"and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)"
+        + ("" if facts["kv_cache_dtype"] == "auto" else f", keys and values in {facts['kv_cache_dtype']}"),
         f"  free memory    {size(facts['free_bytes'])} before the weights are loaded", "",
         "  sequences that fit into the KV cache at once, by length:"]
     lines += [f"  {int(length):>12,} tokens   {count:,}" for length, count in facts["sequences_by_context"].items()]
@@ -219,11 +222,12 @@ def main(argv: Sequence[str] | None = None) -> int:
            default=KvCacheConfig().free_gpu_memory_fraction)
     shared("--model-implementation", shown="auto", default="auto")
     shared("--quantization", shown="as stored")
+    shared("--kv-cache-dtype", shown="auto", default="auto")
     parser.add_argument("--free-memory-bytes", type=int, metavar="N", help="free memory to plan for (what is free now)")
     shared("--report", "text or one line of JSON", "text", choices=("text", "json"), default="text")
     options = parser.parse_args(argv)
     try:
-        kv = KvCacheConfig(max_tokens=options.max_tokens_in_paged_kvcache,
+        kv = KvCacheConfig(max_tokens=options.max_tokens_in_paged_kvcache, kv_cache_dtype=options.kv_cache_dtype,
                            free_gpu_memory_fraction=options.kv_cache_free_gpu_mem_fraction)
         facts = inspect_model(options.path, free_bytes=options.free_memory_bytes, kv=kv, **{
             name: getattr(options, name) for name in NAMED})

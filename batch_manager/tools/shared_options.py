@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import BLOCK_SIZES, DTYPES, MAX_RANKS, MODEL_IMPLEMENTATIONS, QUANTIZATIONS, SpeculativeConfig
+from ..config import (
+    BLOCK_SIZES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    MAX_RANKS,
+    MODEL_IMPLEMENTATIONS,
+    QUANTIZATIONS,
+    SpeculativeConfig,
+)
 from ..errors import ConfigError
 from ..names import SchedulerPolicy
 from .command_parser import at_least, positive, rate
@@ -74,6 +82,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--dtype": ("data type of weights and KV cache", {"choices": DTYPES}),
     "--model-implementation": ("implementation of the model", {"choices": MODEL_IMPLEMENTATIONS}),
     "--quantization": ("quantise the matrices of layers while they are loaded", {"choices": QUANTIZATIONS}),
+    "--kv-cache-dtype": ("data type of keys and values in the KV cache", {"choices": KV_CACHE_DTYPES}),
     "--num-threads": ("threads of a CPU backend", {"type": at_least(1), "metavar": "N"}),
     "--tensor-parallel-size": ("processes that share each layer; without a launcher, torchrun starts them", {
         "type": at_least(1, at_most=MAX_RANKS), "metavar": "N"}),

@@ -63,6 +63,7 @@ KV_OPTIONS = {
     "event_buffer_max_size": COUNT_FROM_0,
     "event_hash_key": ((None, b"k", bytes(64)), ()),    # its errors do not show it: test_kv_events.py
     "event_tokens": FLAG,
+    "kv_cache_dtype": (("auto", "fp8_e4m3"), ("", "fp8_e5m2", "FP8", 8, None, ["auto"])),   # "fp8" becomes fp8_e4m3
 }
 KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8},
                  "disk_cache_path": {"enable_block_reuse": True, "disk_cache_size": 1},

@@ -67,12 +67,12 @@ def test_every_name_order_and_default_of_the_constructor_and_its_options():
         "poll_stop_signal_cb": None, "return_batch_manager_stats_cb": None,
         "optional_params": TrtGptModelOptionalParams(), "terminate_req_id": None, "max_draft_tokens": None,
         "exclude_input_in_output": False, "parts": Parts(), "trt_engine_path": None}
-    assert str(inspect.signature(KvCacheConfig)).count("=") == 16
+    assert str(inspect.signature(KvCacheConfig)).count("=") == 17
     assert KvCacheConfig() == KvCacheConfig(
         max_tokens=None, max_attention_window=None, sink_token_length=0, free_gpu_memory_fraction=0.9,
         enable_block_reuse=False, tokens_per_block=64, host_cache_size=0, enable_partial_reuse=True,
         disk_cache_path=None, disk_cache_size=None, disk_cache_read_only=False, disk_io_threads=2, disk_min_tokens=256,
-        event_buffer_max_size=0, event_hash_key=None, event_tokens=False)
+        event_buffer_max_size=0, event_hash_key=None, event_tokens=False, kv_cache_dtype="auto")
     documented = {
         "enable_trt_overlap": False, "run_ahead": None, "enable_chunked_context": False, "normalize_log_probs": True,
         "max_batch_size": 256, "max_num_tokens": 8192, "max_seq_len": None, "device": None, "dtype": "auto",

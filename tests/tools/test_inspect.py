@@ -41,15 +41,17 @@ def gguf_file(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("inspect") / "model.gguf")
 
 
-@pytest.mark.parametrize(("kind", "dtype", "quantization"), [
-    *((kind, dtype, None) for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
-    ("folder", "bfloat16", "int8"), ("folder", "float32", "int4")])
-def test_it_says_what_an_engine_then_has(kind, dtype, quantization, request):
+@pytest.mark.parametrize(("kind", "dtype", "quantization", "cached"), [
+    *((kind, dtype, None, "auto") for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
+    ("folder", "bfloat16", "int8", "auto"), ("folder", "float32", "int4", "auto"),
+    ("folder", "bfloat16", None, "fp8")])
+def test_it_says_what_an_engine_then_has(kind, dtype, quantization, cached, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
     options = {"device": "cpu", "dtype": dtype, "max_seq_len": 256, "quantization": quantization}
-    facts = inspect_model(path, **options)
-    backend = build_native_backend(path, TrtGptModelOptionalParams(**options), layout=packing.packed,
-                                   num_slots=TrtGptModelOptionalParams().max_batch_size)
+    kv = KvCacheConfig(kv_cache_dtype=cached)
+    facts = inspect_model(path, kv=kv, **options)
+    params = TrtGptModelOptionalParams(kv_cache_config=kv, **options)
+    backend = build_native_backend(path, params, layout=packing.packed, num_slots=TrtGptModelOptionalParams().max_batch_size)
     try:
         info = backend.info
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
@@ -57,17 +59,36 @@ def test_it_says_what_an_engine_then_has(kind, dtype, quantization, request):
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
         assert (facts["not_compiled"], facts["not_captured"]) == (info.not_compiled, info.not_captured)
         assert facts["absent"] == info.absent
+        assert facts["kv_cache_dtype"] == info.kv_cache_dtype == kv.kv_cache_dtype
         told = described(facts).splitlines()
         assert all(any("without " in line and name in line and line.endswith(f": {reason}") for line in told)
                    for name, reason in info.absent.items()), told
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert quantization is None or f"matrices of layers are quantised to {quantization}" in "\n".join(told)
-        assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
+        assert facts["pool_bytes"] == backend._parts.pool.nbytes
+        if cached == "auto":                                  # in torch, oneDNN packs the head beside the embedding
+            assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:
         backend.close()
     assert facts["block_bytes"] * facts["num_blocks"] == facts["pool_bytes"]
     assert facts["stored_types"] == ({"BF16": 38} if kind == "folder" else {"Q8_0": 16, "F32": 5})
     assert facts["sequences_by_context"]["256"] == facts["num_blocks"] // (256 // facts["tokens_per_block"])
+
+
+def test_fp8_doubles_the_blocks_of_bfloat16(capsys):
+    options = [str(MODEL), "--dtype", "bfloat16", "--device", "cpu", "--free-memory-bytes", f"{64 << 20}",
+               "--max-num-tokens", "256", "--max-batch-size", "64"]
+    blocks, block_bytes = {}, {}
+    for kind in ("auto", "fp8"):
+        assert main([*options, "--report", "json", "--kv-cache-dtype", kind]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        blocks[kind], block_bytes[kind] = facts["num_blocks"], facts["block_bytes"]
+    assert 2 * block_bytes["fp8"] == block_bytes["auto"] and blocks["fp8"] >= 2 * blocks["auto"]
+    assert facts["pool_bytes"] == blocks["fp8"] * facts["block_bytes"]
+    assert main([*options, "--kv-cache-dtype", "fp8"]) == 0
+    assert "keys and values in fp8_e4m3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="kernels on cuda are Triton's"):
+        inspect_model(MODEL, device="cuda", free_bytes=1 << 34, kv=KvCacheConfig(kv_cache_dtype="fp8"))
 
 
 @pytest.mark.parametrize(("family", "wanted", "says"), [
@@ -221,7 +242,7 @@ def test_every_piece_of_advice_names_an_option_of_this_program():
         assert set(re.findall(r"--[a-z-]+", shown)) <= options | {"--", "--upgrade"}, text
         if file not in OF_AN_ENGINE:
             named = set(re.findall(r"[a-z_]+(?![a-z_(])", shown.replace("(max_tokens=...)", ""))) & parameters
-            assert named - {"device", "dtype", "quantization"} <= AT_THEIR_DEFAULTS, (file, text)
+            assert named - {"device", "dtype", "quantization", "kv_cache_dtype"} <= AT_THEIR_DEFAULTS, (file, text)
     for words, _ in REWORDED:
         assert any(words in text for _, text in advice), words
 

@@ -62,7 +62,7 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
              allowed_origins: Sequence[str] = (), tool_call_parser: str = AUTO, reasoning_parser: str = AUTO,
              adapters: AdapterOptions | None = None, kv_events_config: str | None = None,
              kv_transfer_config: str | None = None, disk_cache_path: str | None = None,
-             disk_cache_size: int | None = None, **params: Any) -> Starlette:
+             disk_cache_size: int | None = None, kv_cache_dtype: str = "auto", **params: Any) -> Starlette:
     """Build the application. The model is loaded when the application starts, so a server may fork before the start.
 
     model              folder with a tokenizer, or a `.gguf` file
@@ -73,14 +73,14 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
     adapters           LoRA adapters, and whether clients may load further ones; None: there are none
     kv_events_config   JSON for KvEventPublisher.of_json; None: no events of the prefix cache
     kv_transfer_config   JSON for transfers.options_of_json; None: each prompt is computed here, and for this server
-    disk_cache_path, disk_cache_size   see KvCacheConfig
+    disk_cache_path, disk_cache_size, kv_cache_dtype   see KvCacheConfig
     params             fields of TrtGptModelOptionalParams
 
     Raises ConfigError for an origin that is none, for an empty name, for the name of an unknown format, and for what
     KvCacheConfig refuses.
     """
     cache = {"block_reuse": block_reuse, "kv_events_config": kv_events_config, "disk_cache_path": disk_cache_path,
-             "disk_cache_size": disk_cache_size}
+             "disk_cache_size": disk_cache_size, "kv_cache_dtype": kv_cache_dtype}
     engine_params(**cache)
     check_format_names(tool_call_parser, reasoning_parser)
     if served_model_name == "":
@@ -130,12 +130,12 @@ def make_app(model: str, *, served_model_name: str | None = None, block_reuse: b
 
 def engine_params(*, block_reuse: bool, kv_events_config: str | None = None, kv_transfer_config: str | None = None,
                   disk_cache_path: str | None = None, disk_cache_size: int | None = None,
-                  **params: Any) -> TrtGptModelOptionalParams:
+                  kv_cache_dtype: str = "auto", **params: Any) -> TrtGptModelOptionalParams:
     """Return the optional parameters of the application's engine, which all its ranks need."""
     transfer, host_cache_size = (None, 0) if kv_transfer_config is None else options_of_json(kv_transfer_config)
     cache = KvCacheConfig(enable_block_reuse=block_reuse, event_tokens=kv_events_config is not None,
                           host_cache_size=host_cache_size, disk_cache_path=disk_cache_path,
-                          disk_cache_size=disk_cache_size)
+                          disk_cache_size=disk_cache_size, kv_cache_dtype=kv_cache_dtype)
     return TrtGptModelOptionalParams(kv_cache_config=cache, kv_transfer_config=transfer, flush_stats_when_idle=True,
                                      **params)
 

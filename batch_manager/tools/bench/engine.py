@@ -87,7 +87,8 @@ def _arguments(options: argparse.Namespace, kv_tokens: int | None) -> dict[str, 
     kv_cache = {"max_tokens": kv_tokens, "tokens_per_block": options.tokens_per_block,
                 "enable_block_reuse": options.block_reuse, "max_attention_window": options.max_attention_window,
                 "sink_token_length": options.sink_token_length, "host_cache_size": options.kv_host_cache_bytes,
-                "disk_cache_path": options.disk_cache_path, "disk_cache_size": options.disk_cache_size}
+                "disk_cache_path": options.disk_cache_path, "disk_cache_size": options.disk_cache_size,
+                "kv_cache_dtype": options.kv_cache_dtype}
     if options.kv_cache_free_gpu_mem_fraction is not None:
         kv_cache["free_gpu_memory_fraction"] = options.kv_cache_free_gpu_mem_fraction
     return dict(

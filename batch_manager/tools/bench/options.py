@@ -98,6 +98,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--cuda-graphs", action=FLAG, default=None, help="replay captured graphs on a GPU (off)")
     shared("--model-implementation", shown="auto", default="auto")
     shared("--quantization", shown="as stored")
+    shared("--kv-cache-dtype", shown="auto", default="auto")
     shared("--speculative-config", shown="no drafts")
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         shared(name, shown="1", default=1)

@@ -34,7 +34,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "max_tokens_per_step": options.max_num_tokens,
         "load_s": round(session.load_s, 1),
         "python": python_version(),
-        "kv_precision": precision,
+        "kv_precision": precision if options.kv_cache_dtype == "auto" else "fp8",
         "kv_tokens": session.kv_tokens,
         "tokens_per_block": options.tokens_per_block,
         "engine": options.type,
