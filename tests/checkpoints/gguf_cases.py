@@ -20,7 +20,12 @@ from .damage_bytes import damage_bytes
 FILE = "model.gguf"
 HIDDEN, INNER, VOCAB, LAYERS, HEADS, KEYS, SIZE = 32, 64, 7, 2, 4, 2, 8
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", "IQ4_NL")
+K_KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+K_HIDDEN = 256                         # inputs of a block of these types
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
+# Of valid files. In files of K types, matrices with other inputs are Q8_0. A gpt2 cannot have heads of another size.
+ARCHITECTURE_AND_KIND = [(architecture, kind) for architecture in ARCHITECTURES
+                         for kind in (KINDS if architecture == "gpt2" else KINDS + K_KINDS)]
 ODD_NUMBERS = (0, 1, 2, 3, 5, 7, 31, 33, 63, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 HUGE_NUMBERS = (*ODD_NUMBERS, 2**32, 2**40, 2**41, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
 STRANGE_KEYS = ("surprise", "expert_count", "attention.sliding_window", "rope.scaling.type", "rope.scaling.factor",
@@ -31,26 +36,26 @@ STRANGE_NAMES = ("", "x", "blk.0.attn_q", "blk.0.attn_q.weight", "blk.1.ffn_up.b
                  "a" * 65, "blk.99999999.attn_q.weight", b"\xff", "token_embd.weight\0", "../x", "\x1b[2J")
 
 
-def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
+def shapes_of(architecture: str, hidden: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors, in the order of torch: rows first."""
-    layer = {"attn_norm.weight": (HIDDEN,), "ffn_norm.weight": (HIDDEN,)}
+    layer = {"attn_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
     if architecture == "gpt2":
-        layer |= {"attn_qkv.weight": (3 * HIDDEN, HIDDEN), "attn_output.weight": (HIDDEN, HIDDEN),
-                  "ffn_up.weight": (INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER), "attn_norm.bias": (HIDDEN,),
-                  "ffn_norm.bias": (HIDDEN,), "attn_qkv.bias": (3 * HIDDEN,), "attn_output.bias": (HIDDEN,),
-                  "ffn_up.bias": (INNER,), "ffn_down.bias": (HIDDEN,)}
+        layer |= {"attn_qkv.weight": (3 * hidden, hidden), "attn_output.weight": (hidden, hidden),
+                  "ffn_up.weight": (INNER, hidden), "ffn_down.weight": (hidden, INNER), "attn_norm.bias": (hidden,),
+                  "ffn_norm.bias": (hidden,), "attn_qkv.bias": (3 * hidden,), "attn_output.bias": (hidden,),
+                  "ffn_up.bias": (INNER,), "ffn_down.bias": (hidden,)}
     else:
         rows = {"q": HEADS * SIZE, "k": KEYS * SIZE, "v": KEYS * SIZE}
-        layer |= {f"attn_{part}.weight": (count, HIDDEN) for part, count in rows.items()}
-        layer |= {"attn_output.weight": (HIDDEN, HEADS * SIZE), "ffn_gate.weight": (INNER, HIDDEN),
-                  "ffn_up.weight": (INNER, HIDDEN), "ffn_down.weight": (HIDDEN, INNER)}
+        layer |= {f"attn_{part}.weight": (count, hidden) for part, count in rows.items()}
+        layer |= {"attn_output.weight": (hidden, HEADS * SIZE), "ffn_gate.weight": (INNER, hidden),
+                  "ffn_up.weight": (INNER, hidden), "ffn_down.weight": (hidden, INNER)}
         if architecture == "qwen2":
             layer |= {f"attn_{part}.bias": (count,) for part, count in rows.items()}
         if architecture == "qwen3":
             layer |= {"attn_q_norm.weight": (SIZE,), "attn_k_norm.weight": (SIZE,)}
-    shapes = {"token_embd.weight": (VOCAB, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    shapes = {"token_embd.weight": (VOCAB, hidden), "output_norm.weight": (hidden,)}
     if architecture == "gpt2":
-        shapes |= {"output_norm.bias": (HIDDEN,), "position_embd.weight": (16, HIDDEN)}
+        shapes |= {"output_norm.bias": (hidden,), "position_embd.weight": (16, hidden)}
     return shapes | {f"blk.{index}.{name}": shape for index in range(LAYERS) for name, shape in layer.items()}
 
 
@@ -58,15 +63,17 @@ def shapes_of(architecture: str) -> dict[str, tuple[int, ...]]:
 def honest(architecture: str, kind: str, untied: bool) -> Draft:
     """Return the cached draft of a valid file, which callers must not change.
 
-    kind     GGUF type of the matrices
+    kind     GGUF type of the matrices, see ARCHITECTURE_AND_KIND
     untied   whether the file has a separate tensor for the head
     """
-    random = Random(f"{architecture} {kind} {untied}")
+    random, hidden = Random(f"{architecture} {kind} {untied}"), K_HIDDEN if kind in K_KINDS else HIDDEN
     norm = "layer_norm_epsilon" if architecture == "gpt2" else "layer_norm_rms_epsilon"
-    numbers = {"block_count": LAYERS, "context_length": 16, "embedding_length": HIDDEN, "feed_forward_length": INNER,
+    numbers = {"block_count": LAYERS, "context_length": 16, "embedding_length": hidden, "feed_forward_length": INNER,
                "attention.head_count": HEADS}
     if architecture != "gpt2":
         numbers |= {"attention.head_count_kv": KEYS}
+    if kind in K_KINDS:
+        numbers |= {"attention.key_length": SIZE, "attention.value_length": SIZE, "rope.dimension_count": SIZE}
     entries = [Entry("general.architecture", TEXT, architecture), Entry("general.quantization_version", UINT32, 2),
                *[Entry(f"{architecture}.{key}", UINT32, value) for key, value in numbers.items()],
                Entry(f"{architecture}.attention.{norm}", FLOAT32, 0.5),
@@ -74,8 +81,10 @@ def honest(architecture: str, kind: str, untied: bool) -> Draft:
                Entry("tokenizer.ggml.token_type", ARRAY, (INT32, [3, 3, 1, 1, 1, 1, 1])),
                Entry("tokenizer.ggml.add_bos_token", BOOL, True), Entry("tokenizer.ggml.eos_token_id", UINT32, 1)]
     tensors = []
-    for name, shape in (shapes_of(architecture) | ({"output.weight": (VOCAB, HIDDEN)} if untied else {})).items():
-        number = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
+    head = {"output.weight": (VOCAB, hidden)} if untied else {}
+    for name, shape in (shapes_of(architecture, hidden) | head).items():
+        is_whole = kind not in K_KINDS or shape[-1] % K_HIDDEN == 0
+        number = gguf.GGMLQuantizationType["F32" if len(shape) == 1 else kind if is_whole else "Q8_0"]
         block, size = gguf.GGML_QUANT_SIZES[number]
         count = size * shape[-1] // block
         for rows in shape[:-1]:
@@ -88,7 +97,7 @@ def honest(architecture: str, kind: str, untied: bool) -> Draft:
 
 def damaged(seed: int) -> bytes:
     random = Random(seed)
-    draft = copy.deepcopy(honest(random.choice(ARCHITECTURES), random.choice(KINDS), random.random() < 0.3))
+    draft = copy.deepcopy(honest(*random.choice(ARCHITECTURE_AND_KIND), random.random() < 0.3))
     damages = random.choices((0, 1, 2, 3), (3, 75, 17, 5))[0]
     in_bytes = 0
     for _ in range(damages):

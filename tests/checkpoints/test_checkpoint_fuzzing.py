@@ -16,7 +16,7 @@ from batch_manager.weights.gguf_header import read_gguf_header
 from .cases import ADAPTER, CUT, GGUF, case, cuts_of, num_cuts
 from .damage_bytes import LARGE_TEXTS
 from .entries import Bytes, Place
-from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
+from .gguf_cases import ARCHITECTURE_AND_KIND, FILE, honest
 from .gguf_rules import wrong
 from .honest import FAMILIES
 from .replay import command
@@ -104,8 +104,7 @@ def test_damaged_gguf_files_are_read_rightly_or_refused(bench):
     assert counts.ends["good"] > 200 and counts.ends["bad"] > 1000
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture, kind", ARCHITECTURE_AND_KIND)
 def test_gguf_files_that_nothing_is_wrong_with(architecture, kind, tmp_path):
     for untied in (False, True):
         data = honest(architecture, kind, untied).to_bytes()

@@ -23,7 +23,7 @@ from . import adapter_cases, adapter_rules, gguf_rules
 from .cases import ADAPTER, GGUF, case
 from .config_rules import expected_tensors
 from .entries import Bytes, Entry, Place
-from .gguf_cases import ARCHITECTURES, FILE, KINDS, honest
+from .gguf_cases import ARCHITECTURE_AND_KIND, FILE, honest
 from .rules import Bad, Good, judge
 from .watch import Resources, Stopwatch, audited, differences, forget_peak
 
@@ -33,8 +33,8 @@ LARGE = 2**19                         # bytes; larger checkpoints may take the m
 SMALL_POSITIONS = 4096                # with more positions, the tables of the model need much memory
 PORTION = 50
 SECONDS_TO_LEAVE = 5.0
-HONEST_GGUF = frozenset(honest(architecture, kind, untied).to_bytes() for architecture in ARCHITECTURES
-                        for kind in KINDS for untied in (False, True))
+HONEST_GGUF = frozenset(honest(architecture, kind, untied).to_bytes() for architecture, kind in ARCHITECTURE_AND_KIND
+                        for untied in (False, True))
 WARMING = ("cut-5", *map(str, range(20)), *(f"gguf-{seed}" for seed in range(60)),
            *(f"adapter-{seed}" for seed in range(20)))
 
