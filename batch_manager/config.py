@@ -55,8 +55,8 @@ class KvCacheConfig:
     tokens_per_block           8, 16, 32, 64, 128 or 256; every context chunk but the last is a multiple of it. A GPU
                                with Triton's kernels refuses 8, and blocks too large for its shared memory, such as 256
                                tokens of float32 in heads of 256 entries
-    kv_cache_dtype             "auto": the dtype of the activations; "fp8_e4m3", or "fp8": keys and values are rounded to
-                               8 bits, so that a pool of bfloat16's size has twice the blocks. Outputs change a little
+    kv_cache_dtype             "auto": the dtype of the activations; "fp8_e4m3", or "fp8": keys and values are rounded
+                               to 8 bits, so that a pool of bfloat16's size has twice the blocks. Outputs change a bit
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     disk_cache_path            directory that keeps reusable blocks for later runs of the engine, and for other engines;
                                made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks

@@ -120,11 +120,10 @@ class Command(Generic[Result]):
         Raises ManagerClosedError if the worker ends before.
         """
         own = control_of(threading.current_thread())
-        seconds, meanwhile = SECONDS_BETWEEN_LOOKS, lambda: None
-        if isinstance(own, WorkerControl):
-            seconds, meanwhile = SECONDS_BETWEEN_COMMANDS, own.run_commands
+        seconds = SECONDS_BETWEEN_COMMANDS if isinstance(own, WorkerControl) else SECONDS_BETWEEN_LOOKS
         while not self._is_done.wait(seconds) and not control.stopped.is_set:
-            meanwhile()
+            if isinstance(own, WorkerControl):
+                own.run_commands()
         if self._error is not None:
             raise self._error
         if not self._results:

@@ -148,8 +148,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
         "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes, "free_bytes": free_bytes,
         "step_bytes": set_aside, "set_aside_bytes": plan.set_aside_bytes,
-        "kv_cache_dtype": kv.kv_cache_dtype, "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block, "num_blocks": plan.num_blocks,
-        "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
+        "kv_cache_dtype": kv.kv_cache_dtype, "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block,
+        "num_blocks": plan.num_blocks, "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
                                  for length in lengths}}
 

@@ -51,7 +51,8 @@ def test_it_says_what_an_engine_then_has(kind, dtype, quantization, cached, requ
     kv = KvCacheConfig(kv_cache_dtype=cached)
     facts = inspect_model(path, kv=kv, **options)
     params = TrtGptModelOptionalParams(kv_cache_config=kv, **options)
-    backend = build_native_backend(path, params, layout=packing.packed, num_slots=TrtGptModelOptionalParams().max_batch_size)
+    backend = build_native_backend(path, params, layout=packing.packed,
+                                   num_slots=TrtGptModelOptionalParams().max_batch_size)
     try:
         info = backend.info
         assert (facts["num_blocks"], facts["tokens_per_block"]) == (info.num_blocks, info.tokens_per_block)
