@@ -342,7 +342,7 @@ class SimulatedWorld:
             self.check(self.ranks.all_ended(), "C14: another rank has not ended")
             for rank, of_rank in self.ranks.clients.items():
                 if rank not in self.ranks.stopped and not self.result.violations:
-                    of_rank.judge(self.ranks.followers[rank]._guard.failures, not self._engine_may_fail)
+                    of_rank.judge(self.ranks.followers[rank]._guard.failures, not self._may_be_lost)
         client.judge_what_was_kept()
         client.over = "the run has ended"
 
