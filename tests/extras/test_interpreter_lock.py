@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from batch_manager.engine_info import EngineInfo
-from batch_manager.extras.openai.service import with_pauses
+from batch_manager.extras.openai.pauses import with_pauses
 from batch_manager.extras.sampling import Sampling
 
 MOST_S = 60

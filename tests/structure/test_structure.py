@@ -121,7 +121,8 @@ ALLOWED_LOADERS = {
     **dict.fromkeys([(f"batch_manager/aio/{name}.py", "asyncio") for name in ("engine", "mailbox", "switchboard")],
                     "the host's event loops, which it is made for"),
     ("batch_manager/extras/async_llm.py", "asyncio"): "the host's event loops, which it is made for",
-    ("batch_manager/extras/openai/service.py", "asyncio"): "texts of one answer are read side by side",
+    ("batch_manager/extras/openai/service.py", "asyncio"): "long bodies are parsed in a thread",
+    ("batch_manager/extras/openai/answers.py", "asyncio"): "texts of one answer are read side by side",
     ("batch_manager/extras/openai/responses.py", "asyncio"): "a response waits for its client's going away",
     ("batch_manager/extras/openai/server.py", "asyncio"): "drains after a signal",
     ("batch_manager/extras/openai/application.py", "asyncio"): "returns memory while the server runs",
@@ -501,8 +502,8 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine", "mailbox", "switchboard"))    # event loops
     may.add("batch_manager/aio/adapter_names.py")       # has a lock for threads that load; starts none
     # these files have coroutines of a server that has an event loop
-    may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "responses", "server",
-                                                                    "application"))
+    may.update(f"batch_manager/extras/openai/{name}.py" for name in ("service", "answers", "responses",
+                                                                    "server", "application"))
     may.update(f"batch_manager/aio/{name}.py" for name in ("engine_process", "engine_program", "messages"))
     # beats of a rank, and the locks around one connection
     may.update(f"batch_manager/parallel/{name}.py" for name in ("control", "channel", "ranks"))

@@ -16,7 +16,8 @@ Yours    a new route is a method of OpenAIService, and a line in `application.py
          of the body is a line in `fields.py`
 """
 
+from .answers import Answer
 from .errors import OpenAIError
-from .service import Answer, OpenAIService
+from .service import OpenAIService
 
 __all__ = ["Answer", "OpenAIError", "OpenAIService"]

@@ -8,11 +8,11 @@ import orjson
 
 from ...errors import type_name
 from ..template_messages import PartError, text_of_parts
+from .answers import Answer
 from .blocks import CALL, MORE, OPENS, Block, Blocks
 from .errors import OpenAIError, refused
 from .fields import ParsedBody, read_fields
 from .json_object import JsonObject, parsed_json
-from .service import Answer
 
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "metadata", "priority", "chat_template_kwargs", "seed")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from . import messages_api, responses_api
+from .answers import Answer
 from .errors import OpenAIError
 from .fields import ParsedBody
-from .service import Answer, OpenAIService
+from .service import OpenAIService
 
 LARGEST_BODY = 4 * 1024 * 1024     # bytes; orjson holds the interpreter lock while it parses
 LARGEST_PIECE = 256 * 1024         # bytes; the server would copy a longer one into its buffer of the connection

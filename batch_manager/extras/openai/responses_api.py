@@ -9,11 +9,11 @@ import orjson
 
 from ...errors import type_name
 from ..template_messages import PartError, text_of_parts
+from .answers import Answer
 from .blocks import CALL, MORE, OPENS, Block, Blocks
 from .errors import OpenAIError, refused
 from .fields import ParsedBody, read_fields
 from .json_object import JsonObject, parsed_json
-from .service import Answer
 
 # Fields that a chat has under the same name.
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "metadata", "user", "store",

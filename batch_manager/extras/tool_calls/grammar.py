@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .field_values import resolved, types_of
 from .formats import Format, ReasoningFormat, Written
-from .parser import resolved, types_of
 from .python_values import DEFINITIONS, SAYS_NOTHING, PythonValues
 from .raw_strings import HELD, CannotTranslate, conditions
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .parser import resolved, types_of
+from .field_values import resolved, types_of
 from .raw_strings import HELD, CannotTranslate, conditions
 
 # Keywords of a schema that do not restrict its values.
