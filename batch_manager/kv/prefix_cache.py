@@ -228,28 +228,29 @@ class PrefixCache:
         return copies
 
     def take_in(self, domain: Domain, keys: Sequence[BlockKey], start: int, host_ids: Sequence[int],
-                lora_task_id: int | None) -> int:
+                lora_task_id: int | None) -> list[int]:
         """Make reserved host blocks findable that have the contents of `keys` from `start` on.
 
         lora_task_id   that of a request for which they were loaded
 
-        Returns how many leading ones of `host_ids` were taken. The others stay reserved: another block with the content
-        can be found already, or the block that they follow cannot be found any more.
+        Returns those of `host_ids` that were not taken. They stay reserved: another block with the content can be found
+        already, or the block that they follow cannot be found any more.
         """
         found = self.index.walk(domain, keys)
-        if len(found) != start or not host_ids:
-            return 0
+        known = len(found) - start
+        if not 0 <= known < len(host_ids):
+            return list(host_ids)
         if self.events is not None:
             self.events.lora_task_id = lora_task_id
         node = found[-1] if found else self.index.grow_root(domain)
-        for taken, (key, host_id) in enumerate(zip(keys[start:], host_ids, strict=False)):
+        for place, (key, host_id) in enumerate(zip(keys[len(found):], host_ids[known:], strict=False), known):
             child = self.index.insert(node, key, None, host_id)
             if child is None:
                 self.index.drop_empty_root(node)
-                return taken
+                return [*host_ids[:known], *host_ids[place:]]
             self.host.fill(host_id, child)
             node = child
-        return len(host_ids)
+        return list(host_ids[:known])
 
     def bring_back(self, node: PrefixNode) -> None:
         """Move the content of `node` from its host block to a new block of the pool.

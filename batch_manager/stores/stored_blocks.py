@@ -456,11 +456,10 @@ class StoredBlocks:
 
     def _take_in_blocks(self, load: Load, num_right: int) -> int:
         """Make the first `num_right` blocks findable, and give back the other host blocks. Returns how many can be."""
-        taken = self._cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right],
-                                    load.lora_task_id)
-        for host_id in load.host_ids[taken:]:
+        left = self._cache.take_in(load.domain, load.keys, load.start, load.host_ids[:num_right], load.lora_task_id)
+        for host_id in [*left, *load.host_ids[num_right:]]:
             self._cache.host.release(host_id)
-        return taken
+        return num_right - len(left)
 
     def _named(self, domain: Domain, keys: Sequence[BlockKey]) -> list[StoredBlock]:
         parent, blocks = root_hash(self._fingerprint, *domain, size=KEY_BYTES), []

@@ -59,6 +59,7 @@ SUITES: dict[str, str] = {
     "T23": "tests.campaigns.drawing",
     "T24": "tests.campaigns.tool_calls",
     "T25": "tests.campaigns.disk_caches",
+    "T26": "tests.campaigns.two_engines",
 }
 
 

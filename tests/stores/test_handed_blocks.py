@@ -166,6 +166,19 @@ def test_a_ticket_works_once_and_the_oldest_lapse_when_there_is_no_room(pair):
     assert both.figures()[1]["KV Transfer Fallbacks"] == 2
 
 
+def test_requests_that_begin_alike_get_their_blocks_at_once(pair):
+    both = pair(decode={"transfer": {"load_failure_policy": "fail"}})
+    prompts = [PROMPT, [*PROMPT[:21], 1, 2, 3, 4, 5], PROMPT[:30]]
+    params = [both.context(number, prompt) for number, prompt in enumerate(prompts)]
+    client = both.decode.client
+    client.pending += [both.new_request(number, prompt, 5, request_type="generation_only",
+                                        context_phase_params=params[number]) for number, prompt in enumerate(prompts)]
+    both.both(lambda: all(client.finals(number) for number in range(3)))
+    for number, prompt in enumerate(prompts):
+        final = client.final(number)
+        assert not final.error and final.tokens() == prompt + both.decode.expected(prompt, 5)
+
+
 def test_a_stopped_and_a_late_request_end_while_their_blocks_are_fetched(pair):
     both = pair(decode={"transfer": {"load_timeout_s": 3}})
     params = both.context()
