@@ -11,7 +11,7 @@ from ..weights.source import Weights
 from .context import LayerContext, Split
 from .linear import Linear
 from .mlp import GatedMlp
-from .recording import NotRecordableError, Rows
+from .recording import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output for x [T, hidden size] as a new tensor [T, hidden size]."""
         if isinstance(x, Rows):
-            raise NotRecordableError("its layers have experts")
+            return self._recorded(x)
         y = self._split.sum(self._sum(x, *self._routed(x)))
         if self.shared is None:
             return y
@@ -102,8 +102,19 @@ class Experts:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + the output. May overwrite `residual`."""
+        if isinstance(x, Rows):
+            is_one_sum = self.shared is None and self._split.size == 1
+            return self._recorded(x, residual) if is_one_sum else residual + self._recorded(x)
         y = self(x)
         return residual.add_(y)
+
+    def _recorded(self, x: Rows, adds_to: Rows | None = None) -> Rows:
+        networks = [(expert.gate_up.matrix, expert.down.matrix) for expert in self.experts]
+        y = x.mixed(self.router(x), networks, self.experts[0].activation, self.parameters.chosen,
+                    self.parameters.renormalises, adds_to)
+        if self._split.size > 1:
+            y = y.summed()
+        return y if self.shared is None else y + self.shared(x).gated_by(self.shared_gate(x))
 
     def _routed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers of the experts of each row, and their weights in float32, both [T, chosen]."""

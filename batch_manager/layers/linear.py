@@ -38,6 +38,8 @@ class Linear:
     Sizes, row_order and scale are those of this process: with "columns" sizes, and with "rows" in_size, are the number
     in the checkpoint divided by the number of processes. With "heads", so are the sizes; those of keys and values are
     multiplied by the number of processes that have the same ones (`LayerContext.kv_copies`).
+
+    matrix   the weight for recordings, see WeightForm
     """
 
     def __init__(self, weights: Weights, context: LayerContext, names: Sequence[str], in_size: int,
@@ -61,7 +63,7 @@ class Linear:
         if context.quantization is not None and isinstance(stored, Dense):
             stored = quantised(stored, context.quantization, weights)
         form = make_weight_form(stored, context)
-        self._matrix, self._outputs = form.matrix, sum(sizes)
+        self.matrix, self._outputs = form.matrix, sum(sizes)
         self._multiply, self._multiply_arguments = form.multiply, form.multiply_arguments
         self._add_product, self._add_arguments = form.add_product, form.add_arguments
         self._adapter = adapter = None if context.adapters is None else context.adapters.of(
@@ -73,7 +75,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b for x [T, in] as a new tensor [T, out]."""
         if isinstance(x, Rows):
-            y = x.multiplied(self._matrix, self._outputs, adapter=self._adapter)
+            y = x.multiplied(self.matrix, self._outputs, adapter=self._adapter)
             return y.summed() if self._is_summed else y
         return self._multiply(x, *self._multiply_arguments)
 
@@ -86,7 +88,7 @@ class Linear:
         if isinstance(x, Rows):
             if self._is_summed:
                 return residual + self(x)
-            return x.multiplied(self._matrix, self._outputs, adds_to=residual, adapter=self._adapter)
+            return x.multiplied(self.matrix, self._outputs, adds_to=residual, adapter=self._adapter)
         return self._add_product(x, residual, *self._add_arguments)
 
     def _with_ports(self, x: torch.Tensor, form: WeightForm, adapter: AdapterModule | None, split: Split | None

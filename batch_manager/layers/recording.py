@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..triton_kernels.cpu.native.library import (
@@ -19,16 +20,23 @@ from ..triton_kernels.cpu.native.library import (
     ADD,
     ADD_LOOKED_UP,
     ATTEND,
+    CLAMP,
+    COMBINE,
     EXPAND_ADD,
+    GATE,
+    GATHER,
     INPUTS_ALIGNED,
     LAYER_NORM,
     OPERATION_NUMBERS,
     PREPARE,
     PRODUCT,
+    PRODUCT_OF_EXPERTS,
     PROJECTIONS_AT_ONCE,
     RMS_NORM,
     ROTATE_AND_APPEND,
+    ROUTE,
     SHRINK,
+    routing_words,
 )
 from ..triton_kernels.cpu.native.matrix import PanelMatrix, QuantisedMatrix
 from .context import AdapterModule
@@ -122,6 +130,26 @@ class Rows:
         """
         return self.recording.activation(self, kind, gated)
 
+    def mixed(self, logits: "Rows", networks: Sequence[tuple[Any, Any]], activation: str, chosen: int,
+              renormalises: bool, adds_to: "Rows | None" = None) -> "Rows":
+        """Record a mixture of experts, see `Experts`.
+
+        logits      of the router
+        networks    the weights of each expert's gate and up, and of its down, in the form `WeightForm.matrix`
+        adds_to     rows to which the sum is added; None: the sum is written to a new register
+        """
+        return self.recording.mixture(self, logits, networks, activation, chosen, renormalises, adds_to)
+
+    def clamp(self, low: float, high: float) -> "Rows":
+        """Record that entries above `high` become `high`, and those below `low` = -high become `low`."""
+        if low != -high:
+            raise NotRecordableError(f"it clamps its hidden states to {low} to {high}")
+        return self.recording.clamp(self, high)
+
+    def gated_by(self, gate: "Rows") -> "Rows":
+        """Record that each row is multiplied by the sigmoid of its gate, [rows, 1]."""
+        return self.recording.gate(self, gate)
+
 
 @dataclass(slots=True)
 class Recording:
@@ -132,6 +160,7 @@ class Recording:
     uses        for each operation, the registers that it reads or writes
     strides     for each register, the distance from one row to the next, in entries. Register 0 is the input of the
                 forward, the hidden states
+    several     register -> its rows for each token, if there are several
     whole       registers other than register 0 whose rows have no padding
     result      the register of the output
     kept        objects that the operations point to, kept alive
@@ -143,6 +172,7 @@ class Recording:
     operations: list[list[int]] = field(default_factory=list)
     uses: list[list[int]] = field(default_factory=list)
     strides: list[int] = field(default_factory=list)
+    several: dict[int, int] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     result: int = 0
     kept: list[Any] = field(default_factory=list)
@@ -158,17 +188,24 @@ class Recording:
         """Append an operation.
 
         kind      number of one of the kinds of operations in step.c
-        rows      operands and results of the operation, in the order that step.c expects
+        rows      operands of the operation, in the order that step.c expects; the last one has as many rows as the
+                  operation has to compute
         numbers   further arguments of the operation
         """
         operands = ((one.register, self.strides[one.register], one.column) for one in rows)
         operation = [kind, *chain.from_iterable(operands), *numbers]
-        self.operations.append(operation + [0] * (OPERATION_NUMBERS - len(operation)))
+        padding = [0] * (OPERATION_NUMBERS - 1 - len(operation))
+        self.operations.append([*operation, *padding, self.several.get(rows[-1].register, 0)])
         self.uses.append([one.register for one in rows])
 
-    def register(self, width: int) -> Rows:
-        """Create a register of `width` columns, and return the Rows with all its columns."""
+    def register(self, width: int, several: int = 0) -> Rows:
+        """Create a register of `width` columns, and return the Rows with all its columns.
+
+        several   number of rows for each token, if there are several
+        """
         register = len(self.strides)
+        if several:
+            self.several[register] = several
         self.strides.append(-(-width // INPUTS_ALIGNED) * INPUTS_ALIGNED)
         if width % INPUTS_ALIGNED == 0:
             self.whole.add(register)
@@ -208,6 +245,15 @@ class Recording:
         return result
 
     def product(self, rows: Rows, matrix: Any, outputs: int, adds_to: Rows | None) -> Rows:
+        source = self._input(rows, matrix)
+        result = self.register(outputs) if adds_to is None else adds_to
+        self.kept.append(matrix)
+        self.add(PRODUCT, [source, result], [matrix.address, int(adds_to is not None), matrix.type])
+        self._written(result)
+        return Rows(self, result.register, result.column, result.width)
+
+    def _input(self, rows: Rows, matrix: Any) -> Rows:
+        """Return `rows` as products with the matrix read them. Raises NotRecordableError if they cannot."""
         if not isinstance(matrix, PanelMatrix):
             raise NotRecordableError("one of its matrices is not packed for the compiled step")
         # A product reads whole vectors. If the width is not a multiple of a vector, it reads past the last column,
@@ -216,18 +262,13 @@ class Recording:
             raise NotRecordableError(f"the input of one of its products has {rows.width} columns, not a multiple of "
                                      f"{INPUTS_ALIGNED}, and these columns "
                                      f"{'have no padding' if rows.register == 0 else 'are not aligned'}")
-        result = self.register(outputs) if adds_to is None else adds_to
-        self.kept.append(matrix)
-        source = self._prepared(rows, matrix) if isinstance(matrix, QuantisedMatrix) else rows
-        self.add(PRODUCT, [source, result], [matrix.address, int(adds_to is not None), matrix.type])
-        self._written(result)
-        return Rows(self, result.register, result.column, result.width)
+        return self._prepared(rows, matrix) if isinstance(matrix, QuantisedMatrix) else rows
 
     def _prepared(self, rows: Rows, matrix: QuantisedMatrix) -> Rows:
         """Return `rows`, prepared for quantised matrices. Products of the same rows share them."""
         key = (rows.register, rows.column, rows.width)
         if key not in self.prepared:
-            self.prepared[key] = to = self.register(matrix.prepared_entries)
+            self.prepared[key] = to = self.register(matrix.prepared_entries, self.several.get(rows.register, 0))
             self.add(PREPARE, [rows, to], [rows.width])
         return self.prepared[key]
 
@@ -255,8 +296,47 @@ class Recording:
 
     def activation(self, rows: Rows, kind: str, gated: bool) -> Rows:
         width = rows.width // 2 if gated else rows.width
-        result = self.register(width)
+        result = self.register(width, self.several.get(rows.register, 0))
         self.add(ACTIVATE, [rows, result], [width, ACTIVATIONS[kind], int(gated)])
+        return result
+
+    def mixture(self, rows: Rows, logits: Rows, networks: Sequence[tuple[Any, Any]], activation: str, chosen: int,
+                renormalises: bool, adds_to: Rows | None) -> Rows:
+        sizes = [len(networks), chosen]
+        gate_ups, downs = zip(*networks)
+        source = self._input(rows, gate_ups[0])
+        routing = self.register(routing_words(*sizes) * 4 // self.dtype.itemsize)
+        self.add(ROUTE, [logits, routing], [int(renormalises), 0, 0, 0, *sizes])
+        # Each row once for each of its experts. Products read the padding, too.
+        gathered = self.register(-(-source.width // INPUTS_ALIGNED) * INPUTS_ALIGNED, chosen)
+        self.add(GATHER, [source, routing, gathered], [gathered.width, *sizes])
+        inner = self.activation(self._product_of_experts(gathered, routing, gate_ups, sizes), activation, gated=True)
+        outer = self._product_of_experts(self._input(inner, downs[0]), routing, downs, sizes)
+        result = self.register(outer.width) if adds_to is None else adds_to
+        self.add(COMBINE, [outer, routing, result], [outer.width, *sizes, int(adds_to is not None)])
+        self._written(result)
+        return Rows(self, result.register, result.column, result.width)
+
+    def _product_of_experts(self, rows: Rows, routing: Rows, matrices: Sequence[PanelMatrix], sizes: Sequence[int]
+                            ) -> Rows:
+        """Record the products of gathered rows, as `_input` returns them, and the matrices of their experts."""
+        if len({(type(matrix), matrix.inputs, matrix.outputs) for matrix in matrices}) > 1:
+            raise NotRecordableError("the matrices of its experts are of several kinds")
+        addresses = np.array([matrix.address for matrix in matrices], np.uintp)
+        self.kept += [addresses, matrices]
+        result = self.register(matrices[0].outputs, sizes[1])
+        self.add(PRODUCT_OF_EXPERTS, [rows, routing, result], [addresses.ctypes.data, *sizes])
+        return result
+
+    def clamp(self, rows: Rows, bound: float) -> Rows:
+        result = self.register(rows.width)
+        result.heads = rows.heads
+        self.add(CLAMP, [rows, result], [rows.width, _bits(bound)])
+        return result
+
+    def gate(self, rows: Rows, gate: Rows) -> Rows:
+        result = self.register(rows.width)
+        self.add(GATE, [rows, gate, result], [rows.width])
         return result
 
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,

@@ -25,6 +25,7 @@ from ..config import KvCacheConfig, PeftCacheConfig, TrtGptModelOptionalParams
 from ..errors import ConfigError, InsufficientMemoryError, counted
 from ..models.spec import ModelSpec
 from ..triton_kernels.attention_scratch import attention_scratch_bytes
+from ..triton_kernels.cpu.native.library import routing_words
 from ..triton_kernels.dispatch import use_triton
 from ..triton_kernels.sample_scratch import scratch_bytes
 from .device.devices import num_multiprocessors
@@ -196,9 +197,11 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     """
     experts = [layer for layer in spec.experts if layer is not None]
     widest = max([spec.intermediate_size, *(size for layer in experts for size in (layer.size, layer.shared_size))])
-    # An expert's rows and their output, and in float32 the output and the sum over experts.
-    copies = 12 if experts else 6
-    per_token = copies * spec.hidden_size + 3 * widest + 4 * sum(spec.qkv_sizes)
+    # In torch, an expert's rows and their output, and in float32 the output and the sum over experts. In a compiled
+    # step, rows and results once for each expert of a row, and the routing.
+    mixed = max((max(6 * spec.hidden_size, layer.chosen * (2 * spec.hidden_size + 3 * layer.size) + 2 * routing_words(
+        layer.count, layer.chosen)) for layer in experts), default=0)
+    per_token = 6 * spec.hidden_size + 3 * widest + 4 * sum(spec.qkv_sizes) + mixed
     rows, scratch = min(max_rows, max_num_tokens), 0
     if processors:
         scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(

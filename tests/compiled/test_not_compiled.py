@@ -11,7 +11,7 @@ from batch_manager import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.config import BLOCK_SIZES
 from batch_manager.layers.recording import NotRecordableError, RecordedAttention, record, record_head
 from batch_manager.models import load_model
-from batch_manager.models.registry import _MODEL_TYPES, _SHIPPED
+from batch_manager.models.registry import _MODEL_TYPES
 from batch_manager.runtime import packing
 from batch_manager.runtime.forms.compiled.forward import LARGEST_HEAD, make_compiled
 from batch_manager.runtime.forms.table import Asked, wanted_forms
@@ -25,7 +25,6 @@ SIZES = ((64, 4, None), (72, 6, None), (48, 4, None), (64, 6, 12), (80, 2, 48))
 RENAMED = {"GPT2LMHeadModel": {"hidden_size": "n_embd", "num_attention_heads": "n_head"},
            "GPTJForCausalLM": {"hidden_size": "n_embd", "num_attention_heads": "n_head"},
            "BloomForCausalLM": {"num_attention_heads": "n_head"}}
-DENSE = [architecture for architecture in _MODEL_TYPES if "mixtures" not in _SHIPPED[architecture]]
 HEADS = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM",
          "MistralForCausalLM", "Starcoder2ForCausalLM"}       # a head size of their own is read
 
@@ -73,7 +72,7 @@ def has_head(model):
 
 def test_the_families_that_are_not_compiled_in_some_sizes(tmp_path):
     found = set()
-    for architecture in DENSE:
+    for architecture in _MODEL_TYPES:
         for hidden, heads, head_size in SIZES:
             if head_size is None or architecture in HEADS:
                 model = loaded(tmp_path, architecture, hidden, heads, head_size)
@@ -113,16 +112,15 @@ def test_every_other_item_of_the_list(tmp_path):
     with pytest.raises(NotRecordableError, match="computes in torch.float16"):
         make_compiled(None, half, half.spec, 0)
     left.remove("`float16`")
-    # tests/models/test_experts.py; computed by transformers, or by code of the user's: test_through_transformers.py and
-    # tests/own_models.
-    assert left == ["mixtures of experts", "models that run through `transformers`",
+    # Computed by transformers, or by code of the user's: test_through_transformers.py and tests/own_models.
+    assert left == ["models that run through `transformers`",
                     "model classes of your own that compute more than the layers of `batch_manager.layers`"]
 
 
 def test_the_heads_that_run_in_torch(tmp_path):
     """Heads that do more than multiply by a matrix: by family, with the sizes and options of their defaults."""
-    plain = {architecture for architecture in DENSE if has_head(loaded(tmp_path, architecture))}
-    assert set(DENSE) - plain == {"Gemma2ForCausalLM"}
+    plain = {architecture for architecture in _MODEL_TYPES if has_head(loaded(tmp_path, architecture))}
+    assert set(_MODEL_TYPES) - plain == {"Gemma2ForCausalLM"}
     assert not has_head(loaded(tmp_path, "Gemma3ForCausalLM", final_logit_softcapping=30.0))
     assert not has_head(loaded(tmp_path, "CohereForCausalLM", logit_scale=0.3))
     assert not has_head(loaded(tmp_path, "GraniteForCausalLM", logits_scaling=3.0))

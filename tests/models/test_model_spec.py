@@ -29,6 +29,9 @@ OTHERS = {
     **dict.fromkeys(("Olmo2ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM",
                      "Starcoder2ForCausalLM", "PhiForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM",
                      "GraniteForCausalLM", "Olmo3ForCausalLM"), DECODER),
+    **dict.fromkeys(("MixtralForCausalLM", "GraniteMoeForCausalLM"), {**DECODER, "num_local_experts": 4}),
+    **dict.fromkeys(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"), {
+        **DECODER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "GPTNeoXForCausalLM": {name: value for name, value in DECODER.items() if name != "num_key_value_heads"},
     "GPTJForCausalLM": {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
     "OPTForCausalLM": {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 4,
@@ -392,7 +395,7 @@ def test_the_number_of_weights_is_that_of_the_matrices_a_model_asks_for(
         architecture, tied, spec_of, tmp_path, monkeypatch):
     asked_for, fill = [], DummyWeights._fill
     monkeypatch.setattr(DummyWeights, "_fill", lambda weights, name, rows: (
-        asked_for.append(rows.numel() if rows.dim() == 2 else 0), fill(weights, name, rows)))
+        asked_for.append(rows.numel() if rows.dim() > 1 else 0), fill(weights, name, rows)))
     spec = spec_of(architecture, tie_word_embeddings=tied)
     load_model(tmp_path, device="cpu", load_format="dummy")
     assert spec.num_weights == sum(asked_for)

@@ -14,7 +14,8 @@ from .build import CannotBuildError, built_library
 Library = ctypes.CDLL              # with the functions of step.c
 PANEL, INPUTS_ALIGNED = 16, 32
 (RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK,
- EXPAND_ADD, PREPARE) = range(11)  # kinds in step.c
+ EXPAND_ADD, PREPARE, ROUTE, GATHER, PRODUCT_OF_EXPERTS, COMBINE, GATE,
+ CLAMP) = range(17)                # kinds in step.c
 PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -67,6 +68,11 @@ class Adapters(ctypes.Structure):
 # The structure `AdapterTile` of adapters.h.
 ADAPTER_TILE = np.dtype([("first_row", np.int32), ("end_row", np.int32), ("pages", np.uint64), ("ranks", np.uint64)])
 ROWS_PER_TILE = 32
+
+
+def routing_words(experts: int, chosen: int) -> int:
+    """Return the number of 32-bit words for each row that the structure `Routing` of experts.h takes."""
+    return 3 * experts + 2 + 3 * chosen
 
 
 def address(structure: ctypes.Structure | ctypes.Array[Any]) -> int:

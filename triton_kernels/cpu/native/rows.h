@@ -86,6 +86,28 @@ INLINE void activate_row(const void *x, void *y, int64_t size, int kind, int is_
     }
 }
 
+/* y = x, with entries above the bound or below minus the bound replaced by it; NaN stays NaN. */
+INLINE void clamp_row(const void *x, void *y, int64_t size, float bound, int type) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        floats v = load(x, i, type);
+        integers is_above = v > bound, is_below = v < -bound, is_within = ~(is_above | is_below);
+        store(y, i, (floats)(((integers)v & is_within) | ((integers)all(bound) & is_above)
+                             | ((integers)all(-bound) & is_below)), type);
+    }
+    for (; i < size; i++) {
+        float v = load_one(x, i, type);
+        store_one(y, i, v > bound ? bound : v < -bound ? -bound : v, type);
+    }
+}
+
+/* y = x * factor */
+INLINE void scale_row(const void *x, void *y, int64_t size, float factor, int type) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(y, i, load(x, i, type) * factor, type);
+    for (; i < size; i++) store_one(y, i, load_one(x, i, type) * factor, type);
+}
+
 /* Rotate the first 2 * half entries of a head: (a, b) -> (a cos - b sin, b cos + a sin), with a = x[i] and
    b = x[half + i]. Copy the others. y can be x. */
 INLINE void rotate(const void *x, void *y, const float *cosines, const float *sines, int64_t half, int64_t size,

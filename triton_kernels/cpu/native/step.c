@@ -6,6 +6,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "attention_tiles.h"
+#include "experts.h"
 #include "products.h"
 #include "random.h"
 #include "rows.h"
@@ -19,8 +20,9 @@
 /* Kinds of operations. An operation is its kind in number[0], then its arguments, which are listed where the kind is
    executed. A view takes three numbers: register, entries between rows, first entry. */
 enum { RMS_NORM, LAYER_NORM, PRODUCT, ACTIVATE, ROTATE_AND_APPEND, ATTEND, ADD_LOOKED_UP, ADD, SHRINK, EXPAND_ADD,
-       PREPARE, LARGEST };
+       PREPARE, ROUTE, GATHER, PRODUCT_OF_EXPERTS, COMBINE, GATE, CLAMP, LARGEST };
 #define OPERATION_NUMBERS 24
+#define ROWS_PER_TOKEN (OPERATION_NUMBERS - 1)     /* number of rows of the result for each token; 0: one */
 
 typedef struct {
     int64_t number[OPERATION_NUMBERS];
@@ -77,6 +79,16 @@ INLINE float as_float(int64_t bits) {
     return (float)value;
 }
 
+/* Rows of the result of an operation. */
+INLINE int64_t rows_of(const Step *step, const int64_t *n) {
+    return n[ROWS_PER_TOKEN] ? step->rows * n[ROWS_PER_TOKEN] : step->rows;
+}
+
+/* The routing that an operation of experts reads or writes: routing[4..6], experts 11, chosen 12 */
+INLINE Routing routing_at(const Step *step, const int64_t *n) {
+    return routing_in(view_at(step, n + 4).row, step->rows, n[11], n[12]);
+}
+
 #define POINTER(TYPE, NUMBER) ((TYPE)(intptr_t)(NUMBER))
 
 /* ---------------------------------------------------------------- pieces */
@@ -124,6 +136,20 @@ static ProductPiece piece_of_product(const Operation *o, const Matrix *m, int64_
     return (ProductPiece){panel, end_panel < panels ? end_panel : panels, row, end_row < rows ? end_row : rows};
 }
 
+/* Pieces of PRODUCT_OF_EXPERTS: panels of one of the experts that can have rows at most. */
+static int64_t experts_with_rows(const Step *s, const int64_t *n) {
+    return s->rows * n[12] < n[11] ? s->rows * n[12] : n[11];
+}
+
+static int64_t panels_per_piece_of_expert(const Step *s, const int64_t *n, int threads) {
+    return panels_per_piece(*POINTER(const Matrix *const *, n[10]), experts_with_rows(s, n), threads);
+}
+
+static int64_t pieces_per_expert(const Step *s, const int64_t *n, int threads) {
+    int64_t each = panels_per_piece_of_expert(s, n, threads);
+    return (num_panels(*POINTER(const Matrix *const *, n[10])) + each - 1) / each;
+}
+
 /* Entries per row that a rowwise operation processes. */
 static int64_t width_of(const Operation *o) {
     const int64_t *n = o->number;
@@ -131,7 +157,8 @@ static int64_t width_of(const Operation *o) {
     case RMS_NORM: case LAYER_NORM: return n[7] * n[8];
     case ACTIVATE: return 2 * n[7];
     case ROTATE_AND_APPEND: return 4096;
-    case ADD: return n[10];
+    case ADD: case GATHER: case GATE: return n[10];
+    case COMBINE: return n[10] * n[12];
     default: return n[7];
     }
 }
@@ -159,7 +186,10 @@ static int64_t count_pieces(const Job *job, const Operation *o, int threads) {
     case ATTEND: return job->num_items;
     case SHRINK: case EXPAND_ADD:
         return job->step->adapters ? pieces_per_tile(job->step->adapters, o) * job->step->adapters->num_tiles : 0;
-    default: return pieces_of_rows(job->step->rows, width_of(o));
+    case ROUTE: return 1;
+    case PRODUCT_OF_EXPERTS:
+        return experts_with_rows(job->step, o->number) * pieces_per_expert(job->step, o->number, threads);
+    default: return pieces_of_rows(rows_of(job->step, o->number), width_of(o));
     }
 }
 
@@ -329,6 +359,38 @@ static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t en
             prepare_row(row_at(from, row, type), row_at(to, row, type), n[7], type);
         break;
     }
+    case GATHER: {
+        /* from[1..3], routing[4..6], to[7..9], size 10, experts 11, chosen 12 */
+        View from = view_at(s, n + 1), to = view_at(s, n + 7);
+        Routing r = routing_at(s, n);
+        for (int64_t place = first; place < end; place++)
+            memcpy(row_at(to, place, type), row_at(from, r.row_of[place], type), (size_t)(n[10] * bytes_of(type)));
+        break;
+    }
+    case COMBINE: {
+        /* from[1..3], routing[4..6], to[7..9], size 10, experts 11, chosen 12, whether to add 13 */
+        View from = view_at(s, n + 1), to = view_at(s, n + 7);
+        Routing r = routing_at(s, n);
+        for (int64_t row = first; row < end; row++)
+            combine_row(&r, row, n[12], from.row, from.stride, row_at(to, row, type), n[10], (int)n[13], type);
+        break;
+    }
+    case GATE: {
+        /* from[1..3], gate[4..6] of one entry, to[7..9], size 10 */
+        View from = view_at(s, n + 1), gate = view_at(s, n + 4), to = view_at(s, n + 7);
+        for (int64_t row = first; row < end; row++) {
+            float factor = 1.0f / (1.0f + exponential(all(-load_one(row_at(gate, row, type), 0, type)))[0]);
+            scale_row(row_at(from, row, type), row_at(to, row, type), n[10], factor, type);
+        }
+        break;
+    }
+    case CLAMP: {
+        /* from[1..3], to[4..6], size 7, bound 8 */
+        View from = view_at(s, n + 1), to = view_at(s, n + 4);
+        for (int64_t row = first; row < end; row++)
+            clamp_row(row_at(from, row, type), row_at(to, row, type), n[7], as_float(n[8]), type);
+        break;
+    }
     case ROTATE_AND_APPEND:
         rotate_and_append_rows(s, n, first, end, type);
         break;
@@ -374,6 +436,27 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
                         POINTER(float *, n[8]) + piece * s->rows, POINTER(int64_t *, n[9]) + piece * s->rows);
         break;
     }
+    case ROUTE: {
+        /* logits[1..3], routing[4..6], whether weights are renormalised 7, experts 11, chosen 12 */
+        View from = view_at(s, n + 1);
+        Routing r = routing_at(s, n);
+        route(&r, from.row, from.stride, s->rows, n[11], n[12], (int)n[7], (int)s->type);
+        break;
+    }
+    case PRODUCT_OF_EXPERTS: {
+        /* from[1..3], routing[4..6], to[7..9], a matrix for each expert 10, experts 11, chosen 12 */
+        View from = view_at(s, n + 1), to = view_at(s, n + 7);
+        Routing r = routing_at(s, n);
+        int64_t each = panels_per_piece_of_expert(s, n, threads), pieces = pieces_per_expert(s, n, threads);
+        int64_t active = piece / pieces, first_panel = piece % pieces * each, end_panel = first_panel + each;
+        if (active >= *r.num_active) break;
+        const Matrix *m = POINTER(const Matrix *const *, n[10])[r.expert_of[active]];
+        int64_t first = r.first_of[active];
+        Target t = {row_at(to, first, (int)s->type), to.stride, (int)s->type, 0};
+        multiply(m, row_at(from, first, m->type), from.stride, r.first_of[active + 1] - first, &t, first_panel,
+                 end_panel < num_panels(m) ? end_panel : num_panels(m));
+        break;
+    }
     case ATTEND:
         attend_item(job, n, job->items + piece,
                     job->items + (piece + threads < job->num_items ? piece + threads : piece), (int)s->type);
@@ -384,7 +467,7 @@ static void run_piece(const Job *job, const Operation *o, int64_t piece, int thr
         break;
     default: {
         int64_t each = rows_per_piece(width_of(o)), first = piece * each, end = first + each;
-        if (end > s->rows) end = s->rows;
+        if (end > rows_of(s, n)) end = rows_of(s, n);
         if (s->type == FLOAT32) run_rows(job, n, first, end, FLOAT32);
         else run_rows(job, n, first, end, BFLOAT16);
     }

@@ -179,25 +179,25 @@ class CompiledHead:
 def arrange(recording: Recording) -> tuple[list[int], int]:
     """Return the offset of each register, and the size of all registers, in entries per row of the step.
 
-    After the last use of a register, a later register of the same stride can get its memory. A register whose rows end
+    After the last use of a register, a later register of the same size can get its memory. A register whose rows end
     in padding keeps its memory, because the padding must stay zero.
     """
     last_use = {register: index for index, used in enumerate(recording.uses) for register in used}
     offsets, free, total = [0] * len(recording.strides), {}, 0
     placed, held = set(), {0, recording.result}
+    sizes = [stride * recording.several.get(register, 1) for register, stride in enumerate(recording.strides)]
     for index, used in enumerate(recording.uses):
         for register in used:
             if register in placed or register in held:
                 continue
             placed.add(register)
-            stride = recording.strides[register]
-            if free.get(stride):
-                offsets[register] = free[stride].pop()
+            if free.get(sizes[register]):
+                offsets[register] = free[sizes[register]].pop()
             else:
-                offsets[register], total = total, total + stride
+                offsets[register], total = total, total + sizes[register]
         for register in set(used) - held:
             if last_use[register] == index and register in recording.whole:
-                free.setdefault(recording.strides[register], []).append(offsets[register])
+                free.setdefault(sizes[register], []).append(offsets[register])
     return offsets, total
 
 
@@ -207,7 +207,7 @@ def obstacle_of_model(spec: ModelSpec, dtype: torch.dtype) -> str:
         return f"it computes in {dtype}, not in {' or '.join(map(str, TYPES))}"
     if spec.head_size > LARGEST_HEAD:
         return f"its head_size is {spec.head_size}, above {LARGEST_HEAD}"
-    return "its layers have experts" if any(spec.experts) else ""
+    return ""
 
 
 def make_compiled(parts: DeviceParts, loaded: LoadedModel, spec: ModelSpec, sink: int

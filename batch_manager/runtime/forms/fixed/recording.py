@@ -146,6 +146,12 @@ class LaunchRecording:
         self.operations.append(Activation(rows, result, kind, gated))
         return result
 
+    def mixture(self, rows: Rows, *more: Any) -> Rows:
+        raise NotRecordableError("its layers have experts")
+
+    def clamp(self, rows: Rows, bound: float) -> Rows:
+        raise NotRecordableError("it clamps its hidden states")
+
     def attention(self, layer: int, query: Rows, key: Rows, value: Rows, rotary: Any, how: Any, sink: int,
                   sink_logits: torch.Tensor | None, norms: Any = None) -> Rows:
         result, given = self.register(query.width), {"sink_logits": sink_logits, "norms": norms}
