@@ -6,13 +6,15 @@ The program times steps of the backend on a CPU, without the loop: generation st
 and a step that computes the whole context of one sequence. Steps with and without the option alternate in one process,
 so that a busy machine slows both. The output has the median and the minimum of each in milliseconds, and their ratios.
 With --threads 1, times are CPU times of the thread, which exclude other processes. Otherwise they are wall-clock times.
-Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities.
+Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities, with
+--penalty a repetition penalty as well, which is a stage.
 """
 
 import argparse
 import json
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter, thread_time
 
@@ -46,7 +48,8 @@ class Sequences:
     def run_context(self, length: int) -> None:
         """Compute the whole context of each sequence, `length` random tokens, in one step."""
         tokens = np.random.default_rng(0).integers(0, self.backend.info.vocab_size, length).astype(np.int32)
-        context = tuple(ContextWork(slot, tokens, 0, True, self.setup) for slot in self.slots.tolist())
+        setup = replace(self.setup, history=tokens)
+        context = tuple(ContextWork(slot, tokens, 0, True, setup) for slot in self.slots.tolist())
         self._run(ScheduledBatch(iteration=0, context=context, block_table_updates=self.tables))
         self.length = length
 
@@ -95,8 +98,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
                                       max_tokens=blocks * options.tokens_per_block)),
         layout=packing.packed, num_slots=largest) for deterministic in (False, True)]
     setup = SlotSetup()
-    if options.sample:
-        setup = SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9), return_log_probs=True)
+    if options.sample or options.penalty:
+        setup = SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9, repetition_penalty=1.1 if options.penalty else 1),
+                          return_log_probs=True)
     clock, results = thread_time if options.threads == 1 else perf_counter, []
     try:
         for batch in options.batch:
@@ -138,12 +142,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=at_least(1), default=20, help="measured steps per setting and mode (20)")
     add("--tokens-per-block", type=int, default=64, help="tokens in a block of the KV cache (64)")
     add("--sample", action="store_true", help="top-p and log-probabilities instead of greedy")
+    add("--penalty", action="store_true", help="as --sample, with a repetition penalty")
     options = parser.parse_args(argv)
     results = measure(options)
     print(table(results))
     print(json.dumps({"tool": "deterministic", "python": platform.python_version(),
                       "torch": torch.__version__, "threads": options.threads, "dtype": options.dtype,
-                      "sample": options.sample, "results": results}), flush=True)
+                      "sample": options.sample, "penalty": options.penalty, "results": results}), flush=True)
     return 0
 
 

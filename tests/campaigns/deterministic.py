@@ -1,14 +1,22 @@
 """T3: a request has the same results alone and in all circumstances, bit by bit, on small random models.
 
     python -m tests.campaigns.deterministic SEED             repeats one seed and prints each difference
-    python -m tests.campaigns.deterministic 2 --normal       runs without the deterministic mode, in torch; most seeds
-                                                             differ
+    python -m tests.campaigns.deterministic SEED --normal    runs without the deterministic mode, in torch; exits with 1
+                                                             if nothing differs; most seeds differ
+    python -m tests.campaigns.deterministic SEED --normal --compiled
+                                                             the same in compiled steps; calls with padding are in torch
+                                                             and differ, and with AMX all in bfloat16
 
-A seed chooses a family, a dtype, a block size, compiled steps or steps in torch, and requests. It runs the requests in
-several random circumstances: batches, chunks, pauses, cached blocks and drafts. Each result of a request is compared
-with the reference result of the request. The two results are a pair. For the reference, the request runs alone, in one
-chunk, without pauses, cached blocks and drafts, on one thread. The KV cache of the reference has blocks of 64 tokens,
-so that a short request is one contiguous block.
+The tiles of AMX, whose sums differ from those of vectors, can be emulated on a machine with AVX-512 BF16 alone, slowly:
+
+    export CC="gcc -mamx-tile -mamx-bf16 -include $PWD/tests/compiled/emulated_tiles.h"
+
+The families take turns, with seeds one after the other. A seed chooses a dtype, weights quantised while they are loaded
+or as stored, an FP8 cache or a plain one, a block size, compiled steps or steps in torch, and requests. It runs the
+requests in several random circumstances: batches, chunks, pauses, cached blocks and drafts. Each result of a request is
+compared with the reference result of the request. The two results are a pair. For the reference, the request runs
+alone, in one chunk, without pauses, cached blocks and drafts, on one thread. The KV cache of the reference has blocks
+of 64 tokens, so that a short request is one contiguous block.
 """
 
 import os
@@ -39,12 +47,12 @@ from .registry import Options, Summary
 
 ENOUGH = {"Q": 300, "F": 10_000, "C": 100_000}              # pairs
 PAIRS_OF_A_CELL = {"Q": 0, "F": 10, "C": 100}
+PAIRS_OF_A_FAMILY = {"Q": 0, "F": 200, "C": 3000}
 WHOLE = 64                                                  # tokens of a reference block, which gives the same tiles
 ASKS, RUNS, MOST_NEW, WIDEST = 12, 10, 7, 3
 KINDS = ("greedy", "sampled", "beams")
 AXES = (("alone", "batched"), ("contiguous", "paged"), ("whole", "chunked"), ("no pause", "paused"), ("miss", "hit"),
         KINDS)
-CHANCES = {"austen-4m": 1}                                  # weight of a family; 3 if missing. This model is large
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, text: list[int], longest: int) -> Ask:
@@ -116,21 +124,28 @@ def count_pair(counts: Counter, ask: Ask, request_id: int, circumstances: Circum
         counts["pause at token", place] += 1
 
 
-def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Counter, list[str]]:
-    """Run one seed. Returns (counts, a line for each run with differences)."""
+def run_seed(seed: int, parent: Path, deterministic: bool = True, compiled: bool = True) -> tuple[Counter, list[str]]:
+    """Run one seed, with `compiled` perhaps in compiled steps. Returns (counts, a line for each run with differences).
+    """
     draw, counts, found = random.Random(seed), Counter(engines=1), []
-    family = draw.choice([one for one in FAMILIES for _ in range(CHANCES.get(one, 3))])
+    family = FAMILIES[seed % len(FAMILIES)]
     is_long, contiguous = draw.random() < 0.15, draw.random() < 0.3
-    is_compiled = deterministic and draw.random() < 0.75
-    block = WHOLE if contiguous else draw.choice([16, 16, 32, 128] if is_compiled else [8, 8, 16, 32])
-    window = draw.choice([None, None, None, {"max_attention_window": draw.randint(9, 120)}])
-    if window and draw.random() < 0.4:
-        window["sink_token_length"] = draw.randint(1, 80)
-    dtypes = ["float32", "bfloat16"] if is_compiled else ["float32", "float32", "bfloat16", "float16"]
-    options = {"dtype": draw.choice(dtypes), "kv_cache_options": window, "deterministic": deterministic,
-               "max_beam_width": WIDEST, "cpu_compile": None if is_compiled else False}
+    wants_compiled = draw.random() < 0.75 and compiled
+    cache = draw.choice([{}, {}, {}, {"max_attention_window": draw.randint(9, 120)}])
+    if cache and draw.random() < 0.4:
+        cache["sink_token_length"] = draw.randint(1, 80)
+    if draw.random() < 0.1:
+        cache["kv_cache_dtype"] = "fp8_e4m3"
+    quantization = draw.choice([None, None, None, "int8", "int4"])
+    if not wants_compiled or "kv_cache_dtype" in cache:      # products of compiled steps alone read quantised weights
+        quantization = None
+    dtypes = ["float32", "bfloat16"] if wants_compiled else ["float32", "float32", "bfloat16", "float16"]
+    options = {"dtype": draw.choice(dtypes), "kv_cache_options": cache, "deterministic": deterministic,
+               "quantization": quantization, "max_beam_width": WIDEST, "cpu_compile": None if wants_compiled else False}
     folder = make_checkpoint(family, parent)
     reference = Laboratory(folder, tokens_per_block=WHOLE, **options)
+    is_compiled = reference.backend("fused").info.dispatch == "compiled"     # if the model and its cache can be
+    block = WHOLE if contiguous else draw.choice([16, 16, 32, 128] if is_compiled else [8, 8, 16, 32])
     # Compiled steps have the same bits on any number of threads, torch's have not.
     lab = Laboratory(folder, tokens_per_block=block, num_threads=draw.randint(1, 3) if is_compiled else 1,
                      reference=reference, **options)
@@ -149,11 +164,15 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True) -> tuple[Count
         counts["drafted"] += drafted * sum(ask.beam_width == 1 for ask in asks.values())
         counts["resumed"] += len(circumstances.resumed)
         counts.update(pairs=len(asks), tokens=sum(ask.count for ask in asks.values()), different=len(differences))
+        counts["family", family] += len(asks)
+        counts["kind", options["dtype"]] += len(asks)
+        for kind in filter(None, (quantization, cache.get("kv_cache_dtype"))):
+            counts["kind", kind] += len(asks)
         if differences:
             found.append(f"seed {seed}, run {run} (python -m tests.campaigns.deterministic {seed}): {family}, blocks "
                          f"of {block}, {options}, {circumstances}: {differences}")
     counts["pauses"] = lab.num_pauses
-    counts["compiled"] = counts["pairs"] * ("compiled" in {each.info.dispatch for each in lab._backends.values()})
+    counts["compiled"] = counts["pairs"] * is_compiled
     lab.close()
     reference.close()
     return counts, found
@@ -168,9 +187,9 @@ def run(options: Options) -> Summary:
 
 
 def along_axes(total: Counter) -> list[tuple[str, str]]:
-    """Return (name, count of each value as text) for prompt lengths, chunk sizes, reused blocks and pauses."""
+    """Return (name, count of each value as text) for families, kinds of numbers, prompt lengths and so on."""
     axes = []
-    for name in ("prompt", "chunk blocks", "hit at block", "pause at token"):
+    for name in ("family", "kind", "prompt", "chunk blocks", "hit at block", "pause at token"):
         values = sorted((key[1] for key in total if isinstance(key, tuple) and key[0] == name),
                         key=lambda value: (isinstance(value, str), value))
         axes.append((name, ", ".join(f"{total[name, value]:,} {value}" for value in values)))
@@ -186,6 +205,9 @@ def short(total: Counter, tier: str) -> list[str]:
     lines = []
     if total["pairs"] < ENOUGH[tier]:
         lines.append(f"{total['pairs']:,} of {ENOUGH[tier]:,} pairs")
+    wanted = PAIRS_OF_A_FAMILY[tier]
+    lines += [f"{family}: {total['family', family]} of {wanted} pairs"
+              for family in FAMILIES if total["family", family] < wanted]
     wanted = PAIRS_OF_A_CELL[tier]
     return lines + [f"{', '.join(cell)}: {total[cell]} of {wanted} pairs"
                     for cell in filter(is_possible, product(*AXES)) if total[cell] < wanted]
@@ -194,7 +216,7 @@ def short(total: Counter, tier: str) -> list[str]:
 def main() -> int:
     normal = "--normal" in sys.argv
     with tempfile.TemporaryDirectory() as parent:
-        counts, found = run_seed(int(sys.argv[1]), Path(parent), not normal)
+        counts, found = run_seed(int(sys.argv[1]), Path(parent), not normal, not normal or "--compiled" in sys.argv)
     print(*found, f"{counts['pairs']} pairs, {counts['resumed']} resumed, {counts['compiled']} in compiled steps, "
           f"{counts['different']} different", sep="\n")
     return int(bool(found) != normal)

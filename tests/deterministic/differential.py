@@ -71,6 +71,38 @@ CONFIGS |= {
     "falcon": {"architectures": ["FalconForCausalLM"], "num_attention_heads": 6, "hidden_size": 96, "alibi": True,
                "new_decoder_architecture": True, "num_kv_heads": 2},
 }
+_SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 100}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
+CONFIGS |= {
+    "gptj": {"architectures": ["GPTJForCausalLM"], "vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4,
+             "n_inner": 100, "n_positions": 512, "rotary_dim": 6},
+    "gemma": {**_SMALL, "architectures": ["GemmaForCausalLM"], "head_dim": 24, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {**_SMALL, "architectures": ["Gemma2ForCausalLM"], "head_dim": 32, "sliding_window": 20,
+               "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+               "hidden_activation": "gelu_pytorch_tanh"},
+    "phi": {**_SMALL, "architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new"},
+    "phi3": {**_SMALL, "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0, "partial_rotary_factor": 0.5,
+             "sliding_window": 40},
+    "cohere": {**_SMALL, "architectures": ["CohereForCausalLM"], "logit_scale": 0.3, "use_qk_norm": True},
+    "cohere2": {**_SMALL, "architectures": ["Cohere2ForCausalLM"], "logit_scale": 0.5, "sliding_window": 20,
+                "sliding_window_pattern": 2},
+    "granite": {**_SMALL, "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 0.5},
+    "olmo3": {**_SMALL, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 20,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {**_SMALL, "architectures": ["SmolLM3ForCausalLM"], "pad_token_id": 0, "no_rope_layer_interval": 2},
+    "starcoder2": {**_SMALL, "architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"},
+    "mixtral": {**_SMALL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 5, "sliding_window": 20},
+    "qwen2_moe": {**_SMALL, **_EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": True,
+                  "shared_expert_intermediate_size": 52},
+    "qwen3_moe": {**_SMALL, **_EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32,
+                  "decoder_sparse_step": 2},
+    "olmoe": {**_SMALL, "architectures": ["OlmoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 3,
+              "clip_qkv": 0.8},
+    "granite_moe": {**_SMALL, "architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 5,
+                    "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4,
+                    "logits_scaling": 0.5},
+}
 DECODER = {"vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "hidden_act": "silu",
            "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 FAMILIES = [*CONFIGS, "austen-4m"]
@@ -86,13 +118,10 @@ class _RecordedWeights(DummyWeights):
         super().__init__(0, torch.device("cpu"), torch.float32)
         self.tensors = {}
 
-    def has(self, name: str) -> bool:
-        return "." in name and not name.startswith("transformer.")
-
     def _fill(self, name: str, rows: torch.Tensor) -> None:
         super()._fill(name + ".weight", rows) if rows.dim() > 1 else rows.normal_(0.0, 0.2)
         if rows.dim() > 1:
-            rows.mul_(1.5 / 0.02 / rows.shape[1]**0.5)
+            rows.mul_(1.5 / 0.02 / rows.shape[-1]**0.5)
         elif not name.endswith("bias"):
             rows.add_(1.0)
         self.tensors[name] = rows.clone()
@@ -107,7 +136,7 @@ def make_checkpoint(family: str, parent: Path) -> Path:
         return SHIPPED
     folder = parent / family
     if not folder.exists():
-        config = CONFIGS[family] if family == "gpt2" else {**DECODER, **CONFIGS[family]}
+        config = CONFIGS[family] if "n_embd" in CONFIGS[family] else {**DECODER, **CONFIGS[family]}
         architecture = config["architectures"][0]
         model_class, weights = find_model(architecture), _RecordedWeights()
         torch.manual_seed(0)
@@ -246,13 +275,15 @@ class Laboratory:
 
     def __init__(self, folder: Path, *, dtype: str = "float32", deterministic: bool = True, num_threads: int = 1,
                  tokens_per_block: int = 8, kv_cache_options: dict | None = None, max_beam_width: int = 1,
-                 cpu_compile: bool | None = None, reference: "Laboratory | None" = None, graph=CapturedGraph,
-                 most: int = 32, most_tokens: int = 8192) -> None:
+                 cpu_compile: bool | None = None, quantization: str | None = None,
+                 reference: "Laboratory | None" = None, graph=CapturedGraph, most: int = 32,
+                 most_tokens: int = 8192) -> None:
         self.folder, self.graph = folder, graph
         self.kv = KvCacheConfig(tokens_per_block=tokens_per_block, max_tokens=8192, **(kv_cache_options or {}))
         self.params = TrtGptModelOptionalParams(
             dtype=dtype, device="cpu", deterministic=deterministic, num_threads=num_threads, max_batch_size=most,
-            cpu_compile=cpu_compile, max_num_sequences=most, max_num_tokens=most_tokens, kv_cache_config=self.kv)
+            cpu_compile=cpu_compile, quantization=quantization, max_num_sequences=most, max_num_tokens=most_tokens,
+            kv_cache_config=self.kv)
         self.max_beam_width, self.reference = max_beam_width, reference
         self._backends, self._alone = {}, {}
         self.num_pauses = 0
