@@ -24,6 +24,7 @@ def load(name, path):
     spec.loader.exec_module(module)
     return module
 
+from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.runtime.device.running import CapturedGraph
 from batch_manager.runtime.forms.form import Forms
 from tests.runtime.bindable_torch import CallingGraph
@@ -59,6 +60,13 @@ with worker.dots_in_one_order(None, True):
         found = lab.differences(asks, differential.Circumstances(chunk=16, arrivals={1: 1, 2: 3}))
         answers.append([dict(lab.backend("fused")._forms.steps), found])
     answers.append([dict(calls._forms.steps), calls.info.absent])
+
+    # A planted fault, by which the bits of a row in these steps depend on whether it is alone.
+    sample_plain = GptDecoder.sample_plain
+    GptDecoder.sample_plain = lambda decoder, logits, *others: sample_plain(
+        decoder, logits * (1 + 2**-16) if len(logits) > 1 else logits, *others)
+    answers.append([lab.differences({1: asks[1], 2: asks[2]}, differential.Circumstances())
+                    for lab in (graphs, launches)])
 print(json.dumps(answers))
 """
 
@@ -72,10 +80,11 @@ def test_company_chunks_pauses_and_layouts_do_not_show_in_the_kernels_either(tmp
         timeout=300, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
-    *first, (with_graphs, found), (launched, others), (called, absent) = answers
+    *first, (with_graphs, found), (launched, others), (called, absent), planted = answers
     assert first == [["qwen3", {}, 1], ["gpt2", {}, 0]]
     assert (found, others, called.keys()) == ({}, {}, {"packed"}), (found, others)
     assert with_graphs.keys() == {"graph", "fixed", "packed"} and with_graphs["graph"] > 6, with_graphs
     assert launched.keys() == {"fixed", "packed"} and min(launched.values()) > 1, launched
     assert absent == {"graph": "the device is cpu", "fused": "deterministic is set",
                       "compiled": "TRITON_INTERPRET is set", "padded": "TrtGptModelType.V1 alone pads steps"}
+    assert all("log_probs" in names for found in planted for names in found.values()) and all(planted), planted
