@@ -64,7 +64,7 @@ def build_rank(arguments: EngineArguments, callbacks: Callbacks, parts: Parts,
     config = arguments.optional_params.parallel_config
     if config is None or config.num_ranks == 1:
         return build_loop(arguments, callbacks, parts, heartbeat)
-    arguments = settle(arguments, parts)
+    arguments = settle(arguments, parts, drafts=False)       # build_loop asks for the drafter on rank 0
     meeting = meet(place_of(config), config)
     ranks, loading = meeting.ranks, current_loading()
     if loading is not None:

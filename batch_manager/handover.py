@@ -290,9 +290,9 @@ class ScheduledBatch:
                           finished members; 0: one for each generating sequence. Other schemes ignore the number
     max_beam_width        rows of the block tables per slot; the same in every batch
 
-    When `start` or `finish` raises, the loop bisects the batch to find the sequences at fault. A failed run must
-    therefore not affect a second run of the batch, or of a part of it. With steps in flight the second run may come
-    after the following step: see seams.ModelBackend.
+    When `start` or `finish` raises, the loop runs the batch again without its drafts, and bisects one without drafts to
+    find the sequences at fault. A failed run must therefore not affect a second run of the batch, or of a part of it.
+    With steps in flight the second run may come after the following step: see seams.ModelBackend.
     """
 
     iteration: int
@@ -317,6 +317,14 @@ class ScheduledBatch:
     def has_drafts(self) -> bool:
         """Whether the step verifies draft tokens of a sequence."""
         return self.generation.num_drafts is not None or any(work.num_drafts for work in self.context)
+
+    def without_drafts(self) -> "ScheduledBatch":
+        """Return the batch without its draft tokens. The step then yields one token of each sequence."""
+        context = tuple([replace(work, token_ids=work.token_ids[:-work.num_drafts], num_drafts=0, draft_logits=None)
+                         if work.num_drafts else work for work in self.context])
+        generation = replace(self.generation, num_drafts=None, draft_tokens=None) if len(self.generation) else (
+            self.generation)
+        return replace(self, context=context, generation=generation)
 
     @property
     def yielding(self) -> np.ndarray:

@@ -58,8 +58,10 @@ class Plan:
     has_store: bool = False
 
 
-def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
+def settle(arguments: EngineArguments, parts: Parts, *, drafts: bool = True) -> EngineArguments:
     """Return the arguments as the batching scheme leaves them.
+
+    drafts   whether this process drafts, if any does: rank 0 alone needs Parts.drafter
 
     Raises ConfigError for options that contradict the scheme or several ranks.
     """
@@ -70,7 +72,7 @@ def settle(arguments: EngineArguments, parts: Parts) -> EngineArguments:
             params = replace(params, max_num_sequences=params.max_batch_size * stages)
             arguments = replace(arguments, optional_params=params)
     if (drafting := arguments.optional_params.speculative_config) is not None:
-        if (drafting.method == "custom") is not (parts.drafter is not None):
+        if (drafting.method == "custom") is not (parts.drafter is not None) and (drafts or parts.drafter is not None):
             has = "no Parts.drafter" if parts.drafter is None else "Parts.drafter"
             raise ConfigError(f"SpeculativeConfig.method is {drafting.method!r} with {has}",
                               "'custom' is the method of Parts.drafter", "set both or neither")
@@ -302,10 +304,6 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
              "the stages already work at several micro-batches at a time", "leave run_ahead out"),
             (f"device is {params.device!r}", params.device is not None and params.device.startswith("cuda:"),
              own_device, "use device='cuda', and ParallelConfig(device_ids=) for their numbers"),
-            (f"max_draft_tokens is {arguments.max_draft_tokens}", arguments.max_draft_tokens > 0,
-             "several ranks verify no draft tokens yet", "leave max_draft_tokens out"),
-            ("speculative_config is set", params.speculative_config is not None,
-             "several ranks verify no draft tokens yet", "leave speculative_config out"),
             ("device is 'cpu' and ParallelConfig.collectives is 'nccl'",
              params.device == "cpu" and config.collectives == "nccl", "NCCL joins GPUs", "leave collectives out")):
         if is_so:

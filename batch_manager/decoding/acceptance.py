@@ -22,6 +22,10 @@ from .slots import BEAMS
 UNVERIFIED = BEAMS
 
 
+class SpoiltDraftsError(RuntimeError):
+    """Drafts may have made a row before them unusable. The step can run without them."""
+
+
 def offsets_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return ([r] place of each row in its sequence, [r] bool: whether a draft follows it); counts [n]: drafts."""
     starts = np.cumsum(1 + counts) - (1 + counts)

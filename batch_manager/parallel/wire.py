@@ -6,7 +6,8 @@ A value has a byte for its kind, then its content. A dataclass has its fields in
 the dtypes of arrays are closed lists, and each length has a limit. Nothing is pickled, so bytes cannot name code.
 
 Of a SlotSetup, the pages of the adapter travel, and whether logits of the context are wanted: only the rank that draws
-tokens reads the other fields. Its place stays in any case, because a setup marks the first chunk of a sequence.
+tokens reads the other fields, and the logits of a client's drafts. The place of a setup stays in any case, because it
+marks the first chunk of a sequence.
 """
 
 import struct
@@ -45,7 +46,8 @@ CONSTANTS = (None, False, True, NO_GENERATION, NO_UPDATES)
 CLASSES: tuple[type, ...] = (ScheduledBatch, ContextWork, GenerationWork, BlockTableUpdates, BlockCopy, BlockClear,
                              AdapterLoad, SlotSetup, AdapterContent, AdapterPart)
 ONLY_FIELDS: dict[type, tuple[str, ...]] = {                                               # others travel whole
-    SlotSetup: ("adapter_pages", "return_context_logits")}
+    SlotSetup: ("adapter_pages", "return_context_logits"),
+    ContextWork: tuple(field.name for field in fields(ContextWork) if field.name != "draft_logits")}
 NUMBERS = tuple(map(np.dtype, ("float32", "float16", "uint16")))                           # of an adapter
 ARRAY_DTYPES: dict[tuple[type, str], tuple[np.dtype, ...]] = {
     (ContextWork, "embeddings"): (FLOAT32,), (AdapterPart, "a"): NUMBERS, (AdapterPart, "b"): NUMBERS}

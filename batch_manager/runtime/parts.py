@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..attention.interface import Attention
@@ -11,7 +12,7 @@ from ..decoding.decoder import GptDecoder
 from ..decoding.slots import SlotState
 from .adapters.port import LoraPort
 from .block_tables import BlockTables
-from .device.running import Readbacks, Uploads
+from .device.running import Readbacks, Uploads, on_stream
 
 # (a form's own number of threads, or None: the engine's) -> a maker of context managers, see thread_count.py
 Threads = Callable[[int | None], Callable[[], AbstractContextManager[None]]]
@@ -55,3 +56,12 @@ class DeviceParts:
     vocab_size: int
     tokens_per_block: int
     adapters: LoraPort | None = None
+
+    def clear_entries(self, pool_slots: np.ndarray) -> None:
+        """Fill entries of the KV cache pool with zeros.
+
+        pool_slots   [k] int64: where they are, as PackedStep.pool_slots
+        """
+        blocks, offsets = np.divmod(pool_slots, self.tokens_per_block)
+        with on_stream(self.stream), torch.inference_mode():
+            self.pool[blocks, :, :, :, offsets] = 0

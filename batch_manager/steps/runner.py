@@ -1,4 +1,4 @@
-"""Runs a step, and bisects a failed one to find the sequences that fail alone."""
+"""Runs a step. A failed one runs again without drafts, and then in parts, to find the sequences that fail alone."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -41,11 +41,12 @@ class StepRunner:
 
     An invalid StepOutput counts as a failed step.
 
-    A failed batch is bisected, so that only sequences that fail alone are lost. This is possible because a failed step
-    does not affect a second run (seams.ModelBackend).
+    A failed batch runs again without its drafts, so that no draft costs a sequence. If it has none, it is bisected, so
+    that only sequences that fail alone are lost. This is possible because a failed step does not affect a second run
+    (seams.ModelBackend).
 
     device_work        DeviceWork, whose pending work is attached to every launch
-    num_failed_steps   number of failed steps, including failed parts of a bisected batch
+    num_failed_steps   number of failed steps, those with drafts and failed parts of a bisected batch included
     """
 
     def __init__(self, backend: ModelBackend, device_work: DeviceWork, vocab_size: int, guard: Guard) -> None:
@@ -117,9 +118,14 @@ class StepRunner:
     def bisect(self, batch: ScheduledBatch, requested: dict[int, RequestedValues], error: BaseException) -> StepOutput:
         """Run the halves of a batch that failed with `error`, and join their outputs. Raises DeviceLostError.
 
-        A batch of one sequence is not run again: its output has a RowFailure.
+        A batch with drafts is run whole, without them. One sequence without drafts is not run again: the output has a
+        RowFailure.
         """
         count = batch.num_sequences
+        if batch.has_drafts:
+            self._log.log(logging.WARNING, "a step of %d sequences with draft tokens raised %s; it is run again "
+                          "without them", count, type_name(error), raised=error)
+            return self.run_again(batch.without_drafts(), requested)
         if count > 1:
             self._log.log(logging.WARNING, "a step of %d sequences raised %s; it is bisected, to find the sequences "
                           "that fail alone", count, type_name(error), raised=error)

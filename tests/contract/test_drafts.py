@@ -142,19 +142,20 @@ def test_an_end_id_among_the_drafts_ends_the_request_there(drafting_world, new_r
     assert final.tokens() == prompt + expected[:3] and final.finish_reason == 1
 
 
-def test_a_step_with_drafts_that_fails_is_run_again_in_parts(drafting_world, new_request):
+def test_a_step_with_drafts_that_fails_is_run_again_without_them(drafting_world, new_request):
+    """Also one of a single sequence; it costs nothing. Drafts behind a context are dropped likewise."""
     prompts = {i: [i, i + 1] for i in range(4)}
-    failures = []
+    failed = {True: [], False: []}           # whether the step was of one sequence -> iterations
 
     def on_step(batch):
-        if batch.generation.num_drafts is not None and batch.num_sequences > 1 and len(failures) < 3:
-            failures.append(batch.iteration)
+        if batch.has_drafts and (batch.context or len(failed[batch.num_sequences == 1]) < 3):
+            failed[batch.num_sequences == 1].append(batch.iteration)
             raise RuntimeError("planted")
 
-    world = drafting_world(backend={"on_step": on_step})
+    world = drafting_world(backend={"on_step": on_step}, max_batch_size=2, max_num_sequences=4)
     world.client.pending = [new_request(i, prompt, 15) for i, prompt in prompts.items()]
     assert run(world, prompts, 0.7, random.Random(3)) > 10
-    assert failures
+    assert failed[True] and failed[False] and world.loop._runner.num_failed_steps == sum(map(len, failed.values()))
     for i, prompt in prompts.items():
         assert world.client.final(i).tokens() == prompt + world.expected(prompt, 15)
 

@@ -25,8 +25,8 @@ TABLE = """
   A                        =  =  r  =  r  =  r  =  =
   L                           =  r  =  =  =  =  =  =
   V                              =  r  r  -  r  r  =
-  T                                 =  =  r  r  r  r
-  Y                                    =  r  r  r  r
+  T                                 =  =  r  =  r  r
+  Y                                    =  r  =  r  r
   K                                      =  =  =  =
   S                                           =  =  =
   D                                             =  =
@@ -105,9 +105,6 @@ REASONS: dict[str, Reason] = {
     "VS": Reason("a static batch yields one token of each request in a step", says=(
         "speculative_config is set with TrtGptModelType.V1; a step of a static batch yields one token of each request; "
         "leave it out, or use InflightFusedBatching")),
-    **dict.fromkeys(("TS", "YS"), Reason("ranks verify no drafts yet", says=(
-        "speculative_config is set, and parallel_config has 2 ranks; several ranks verify no draft tokens yet; leave "
-        "speculative_config out"))),
     **dict.fromkeys(("TQ", "YQ"), Reason("ranks read parts of matrices as numbers", says=(
         "quantization is set, and parallel_config has 2 ranks; each rank reads its part of a matrix as numbers; leave "
         "quantization out"))),

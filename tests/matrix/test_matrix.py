@@ -18,7 +18,8 @@ MOST_WORLDS = 5
 MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
             ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
             ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False), ("CRPWLS", SCRIPTED, True),
-            ("CRPLS", "llama", True), ("PNLS", "gemma3", False), ("CRPLSQ", "llama", False)]
+            ("CRPLS", "llama", True), ("PNLS", "gemma3", False), ("CRPLSQ", "llama", False),
+            ("CRPTS", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "FP8 cache", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",

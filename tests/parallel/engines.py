@@ -6,10 +6,12 @@ import numpy as np
 
 from batch_manager import GptManager, ParallelConfig
 from tests.harness.client import Client
+from tests.harness.drafters import KnowingDrafter
 from tests.harness.requests import request
 from tests.harness.world import engine_arguments, make_manager
 
 SECONDS = 60
+VOCABULARY = 160        # of the models of tests/models/test_ranks.py
 
 
 class Job(NamedTuple):
@@ -63,11 +65,25 @@ def manager_of(port, rank, job, client=None):
                       get_inference_requests_cb=None, send_response_cb=None)
 
 
+def with_drafts(job, answers):
+    """Return a job with a drafter and clients that know the answers, and are often right."""
+    texts = {given[0]: answers[given[0]].tokens[-1][len(given[1]):] for given, _ in job.requests}
+    requests = [(given, {**more, "draft_input_ids": [*texts[given[0]][:given[0]], 5]} if given[0] < 4 else more)
+                for given, more in job.requests]
+    return job._replace(requests=requests, options={
+        **job.options, "parts": {"drafter": KnowingDrafter(texts, VOCABULARY, 0.7, odd=0.1)}})
+
+
 def run_rank(port, rank, jobs):
-    """Run the jobs one after the other on this rank. Rank 0 returns the results of `run_alone`, other ranks None."""
+    """Run the jobs one after the other on this rank. Rank 0 returns the results of `run_alone`, other ranks None.
+
+    One with a drafter has the requests of the job before it.
+    """
     results = []
     for job in jobs:
         if rank == 0:
+            if job.options.get("speculative_config"):
+                job = with_drafts(job, results[-1][0])
             results.append(run_alone(job, lambda client, job=job: manager_of(port, 0, job, client)))
         elif (manager := manager_of(port, rank, job)) is not None:
             assert manager.wait_until_terminate(SECONDS * 2), manager.health()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch_manager import ConfigError, KvCacheConfig, PeftCacheConfig
+from batch_manager import ConfigError, KvCacheConfig, PeftCacheConfig, SpeculativeConfig
 from batch_manager.runtime.forms import table
 from batch_manager.runtime.forms.compiled.forward import check_compiled
 from batch_manager.runtime.forms.form import NoForm
@@ -35,6 +35,9 @@ NEW_TOKENS, WITH_CONTEXT_LOGITS = 4, 1
 # families are compared in tests/models/test_stages.py.
 ADAPTED = [((2, 1), "llama, grouped queries"), ((1, 2), "gpt2")]
 DETERMINISTIC = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO)]
+# With the draft tokens of the engine and of clients, and without.
+DRAFTED = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO), ((2, 1), "gemma 3", HEADS),
+           ((2, 2), "gpt2", {}), ((1, 2), "bloom", {})]
 ENGINES = {
     (2, 1): {"llama, one key head per query head, biases": {}, "gemma 3": {}, "gpt2": {}, "bloom": {},
              "phi 3, window, a part of each head rotated, tied": {}, "falcon, new, slopes, groups of key heads": {}},
@@ -69,6 +72,11 @@ def engines(reference, fork_server):  # noqa: F811
         for most in (1, 8):
             jobs[sizes, case, most] = jobs[(2, 1), "gpt2"]._replace(folder=folder, options={
                 "tensor": sizes[0], "deterministic": True, "max_batch_size": most})
+    for sizes, case, heads in DRAFTED:
+        family, options = FAMILIES[case]
+        folder = reference(family, **{**options, **MORE.get(family, heads)})[1]
+        for is_drafted in (False, True):
+            jobs[sizes, case, "drafted", is_drafted] = drafted_job(folder, sizes, is_drafted)
     for sizes, case in ADAPTED:
         family, options = FAMILIES[case]
         model, folder = reference(family, **{**options, **MORE.get(family, HEADS)})
@@ -77,7 +85,8 @@ def engines(reference, fork_server):  # noqa: F811
     for key, (_, records) in zip(jobs, answers):
         norms_parts = key[1].startswith("olmo") and key[0][0] > 1
         assert json.loads(records[-1])["Packed Steps" if norms_parts else "Compiled Steps"] > 0, key
-    return {key: (models.get(key), jobs[key], answer) if "adapters" not in key else (jobs[key], answer, records)
+    return {key: (jobs[key], answer, records) if {"adapters", "drafted"} & {*key}
+            else (models.get(key), jobs[key], answer)
             for key, (answer, records) in zip(jobs, answers)}
 
 
@@ -92,6 +101,21 @@ def adapted_job(model, folder, sizes):
     return Job(folder, requests, {"tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "peft_cache_config":
                                   PeftCacheConfig(max_adapter_size=4, num_device_module_layer=6 * num_projections),
                                   "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=640)})
+
+
+def drafted_job(folder, sizes, is_drafted):
+    """Return a job of greedy and sampled requests, with drafts of the engine and of clients or without."""
+    requests = []
+    for number in range(6):
+        more = {"return_log_probs": True, "return_generation_logits": True, "return_context_logits": number == 3}
+        if number % 2:
+            more |= {"temperature": 0.7, "random_seed": number, "repetition_penalty": 1.2}
+        requests.append(((number, [*PROMPTS[number % 3], number], 12), more))
+    return Job(folder, requests, {
+        "tensor": sizes[0], "stages": sizes[1], "deterministic": True, "max_batch_size": 3, "max_num_sequences": 6,
+        "enable_chunked_context": True, "max_num_tokens": 32, "enable_trt_overlap": sizes == (4, 1),
+        "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=640),
+        "speculative_config": SpeculativeConfig("custom", 5) if is_drafted else None})
 
 
 def greedy(model, prompt):
@@ -128,6 +152,18 @@ def check_bits(answers, expected):
 @pytest.mark.parametrize("sizes, case", [(sizes, case) for sizes, case, _ in DETERMINISTIC])
 def test_with_deterministic_the_bits_of_a_request_do_not_depend_on_others(sizes, case, engines):
     check_bits(engines[sizes, case, 8][2], engines[sizes, case, 1][2])
+
+
+@pytest.mark.parametrize("sizes, case", [(sizes, case) for sizes, case, _ in DRAFTED])
+def test_drafts_change_no_bit(sizes, case, engines):
+    (_, expected, _), (_, answers, records) = (engines[sizes, case, "drafted", drafts] for drafts in (False, True))
+    for number, answer in answers.items():
+        assert not answer.error and answer.tokens[-1] == expected[number].tokens[-1]
+        for name in ("output_log_probs", "generation_logits", "context_logits"):
+            if name in expected[number].tensors:
+                assert np.array_equal(answer.tensors[name], expected[number].tensors[name]), (number, name)
+    figures = json.loads(records[-1])
+    assert figures["Draft Tokens"] > figures["Accepted Draft Tokens"] > 20
 
 
 @pytest.mark.parametrize("sizes, case", ADAPTED)

@@ -1,4 +1,5 @@
-"""A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone.
+"""A rank that raises in a layer, runs out of memory or computes NaN costs the request at fault alone, and no request if
+draft tokens are at fault.
 
 Steps run in either form of several ranks: in `packed`, a rank fails before a product of a layer, and in `compiled`
 before a call for the operations between two sums.
@@ -29,6 +30,7 @@ from .engines import SECONDS, Job, manager_of, run_rank
 
 POISON = 96                         # the request at fault has this token before one of VICTIMS
 PROMPTS = [[1, 2, 3], [5] * 20, [7, POISON, 9], [11, 12] * 9, [13]]
+DRAFTED = 1000                      # and a token of VICTIMS: id of a request for prompt 0 whose drafts are at fault
 NUM_LAYERS = 2
 # token -> what a step with it does, after how many products or calls: every one of them raises in one. An exception at
 # any other place of a step is that of test_exchange.py.
@@ -139,9 +141,11 @@ def answers(reference, fork_server):  # noqa: F811
     """Return fault -> answers; None: without a fault. The id of a request at fault is its token of VICTIMS."""
     folder = reference("Llama", **HEADS)[1]
     requests = [((number, prompt, 6), {}) for number, prompt in enumerate(PROMPTS)]
-    at_fault = {fault: [((token, [7, POISON, token], 6), {}) for token in victims_of(*fault[:2])] for fault in FAULTS}
+    at_fault = {fault: [((token, [7, POISON, token], 6), {}) for token in victims_of(*fault[:2])] + [
+        ((DRAFTED + token, PROMPTS[0], 6), {"draft_input_ids": [POISON, token, 1], "return_context_logits": True})
+        for token in victims_of(*fault[:2])] for fault in FAULTS}
     jobs = [(Job(folder, requests + at_fault.get(fault, []), {
-        "tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "cpu_compile": is_compiled,
+        "max_draft_tokens": 3, "tensor": sizes[0], "stages": sizes[1], "max_batch_size": 3, "cpu_compile": is_compiled,
         "rank_timeout_s": TIMEOUT_S if fault is SLOW else 30}), fault)
         for sizes, is_compiled, fault in [((2, 1), True, None), *((*fault[:2], fault) for fault in [*FAULTS, SLOW])]]
     port = free_port()
@@ -157,6 +161,7 @@ def test_a_fault_in_any_layer_costs_the_request_at_fault_alone(fault, answers):
         assert got[number].tokens == answer.tokens and not got[number].error
     for token in victims_of(*fault[:2]):
         assert got[token].error.startswith(CODES[VICTIMS[token][0]]), (token, got[token].error)
+        assert got[DRAFTED + token].tokens == expected[0].tokens, (token, got[DRAFTED + token].error)
 
 
 def test_a_callback_longer_than_rank_timeout_s_costs_nothing(answers):

@@ -114,6 +114,22 @@ def test_drafts_by_place(setting, capsys):
     assert sum(drafts["accepted_at"]) <= drafts["tokens"] and "accepted at place" in capsys.readouterr().out
 
 
+def test_synthetic_acceptance_by_place(setting, capsys):
+    """The first draft of a step is always right, the third one never. No output differs from that without drafts."""
+    run, folder = setting
+    assert run("--out", "r.json", "--synthetic-acceptance", "1,0.5,0", "--sweep", "concurrency=1,2") == 0
+    result = read_result(folder / "r.json")
+    assert result["synthetic_acceptance"] == [1, 0.5, 0] and len(result["points"]) == 2
+    for point in result["points"]:
+        drafts = point["drafts"]
+        assert drafts["different_outputs"] == 0 and drafts["tokens"] > drafts["sequences"] > 5
+        first, second, third = drafts["accepted_at"]
+        assert first == drafts["sequences"] > second > 0 == third
+    assert run("--synthetic-acceptance", "0.8") == 0
+    assert any(line.split() == "other outputs than without drafts 0".split()
+               for line in capsys.readouterr().out.splitlines())
+
+
 def test_lines_of_the_original(setting, capsys):
     run, _ = setting
     assert run("--report", "lines", "--no-streaming") == 0

@@ -108,23 +108,26 @@ def parts_of_step(batch: ScheduledBatch, divide: Divide, slots: SlotState, split
     first, *others = [Portion("layers", count) for count in rows_of_calls(batch, divide)]
     if not splits_head:
         return [first, *others]
-    wanted = [len(work.token_ids) for work in batch.context
+    wanted = [len(work.token_ids) - work.num_drafts for work in batch.context
               if (slots.active(CONTEXT_LOGITS, np.array([work.slot]))[0] if work.setup is None
                   else work.setup.return_context_logits)]
     returned = [Portion("logits", min(count - start, ROWS_AT_ONCE))
                 for count in wanted for start in range(0, count, ROWS_AT_ONCE)]
-    drawn = sum(work.is_last_chunk for work in batch.context) + len(batch.generation) * batch.generation.beam_width
+    drawn = sum(work.is_last_chunk * (1 + work.num_drafts) for work in batch.context) + rows_of_generation(batch)
     return [first, *returned, *others, *([Portion("logits", drawn)] if drawn else [])]
 
 
 def rows_of_calls(batch: ScheduledBatch, divide: Divide) -> list[int]:
     """Return the number of rows of each call of the model in a step."""
-    generation = batch.generation
-    num_rows = len(generation) * generation.beam_width
-    if generation.draft_tokens is not None:
-        num_rows += len(generation.draft_tokens)
-    contexts = batch.num_context_tokens
+    contexts, num_rows = batch.num_context_tokens, rows_of_generation(batch)
     return [contexts, num_rows] if divide is packing.split and contexts and num_rows else [contexts + num_rows]
+
+
+def rows_of_generation(batch: ScheduledBatch) -> int:
+    """Return the number of rows of the generating sequences of a step: one for each beam and each draft."""
+    generation = batch.generation
+    num_drafts = 0 if generation.draft_tokens is None else len(generation.draft_tokens)
+    return len(generation) * generation.beam_width + num_drafts
 
 
 def input_tokens(generation: GenerationWork, slots: SlotState, decoder: GptDecoder) -> np.ndarray:
@@ -146,6 +149,8 @@ class RankBackend(NativeBackend):
 
     divide      a function of packing.py, which divides a step into calls of the model
     exchange    what the ranks exchange in a step
+    cleared     on rank 0: where its forms have cleared entries of the KV cache pool, which the other ranks clear before
+                their next step. Later steps alone read or write them
     inputs      of the LayersForm of a rank that draws no tokens; None on rank 0
     splits_head   as for StagedModel
 
@@ -153,22 +158,29 @@ class RankBackend(NativeBackend):
     """
 
     def __init__(self, *given: Any, divide: Divide, exchange: Exchange, inputs: InputTokens | None,
-                 splits_head: bool) -> None:
+                 splits_head: bool, cleared: list[np.ndarray]) -> None:
         super().__init__(*given)
+        self._cleared = cleared
         self._divide, self._exchange, self._inputs, self._splits_head = divide, exchange, inputs, splits_head
         self.choice = Choice(next(iter(self._forms.steps)), ())
 
     def take_drawn(self, batch: ScheduledBatch) -> tuple[Any, ...]:
-        """Return what the other ranks need for a step: the tokens with which its generating sequences continue."""
-        if not len(batch.generation):
-            return ()
-        parts = self._parts
-        with on_device(parts.device, parts.stream), torch.inference_mode():
-            return (input_tokens(batch.generation, parts.slots, parts.decoder),)
+        """Return what the other ranks need for a step: the tokens with which its generating sequences continue, and
+        where entries of the pool were cleared since the last step, if any were."""
+        parts, drawn = self._parts, []
+        if len(batch.generation):
+            with on_device(parts.device, parts.stream), torch.inference_mode():
+                drawn.append(input_tokens(batch.generation, parts.slots, parts.decoder))
+        if self._cleared:
+            drawn = [*(drawn or [np.empty(0, np.int32)]), np.concatenate(self._cleared)]
+            self._cleared.clear()
+        return tuple(drawn)
 
-    def put_drawn(self, tokens: np.ndarray) -> None:
+    def put_drawn(self, tokens: np.ndarray, cleared: np.ndarray | None = None) -> None:
         """Take the result of rank 0's `take_drawn`."""
         self._inputs.tokens = tokens
+        if cleared is not None:
+            self._parts.clear_entries(cleared)
 
     def start(self, batch: ScheduledBatch) -> PendingStep:
         """Launch a step; see seams.ModelBackend."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...config import ParallelConfig
@@ -92,10 +93,16 @@ class RankPart:
         model = StagedModel(loaded.model, self.stage, exchange)
         divide, inputs = on_stage(asked.layout, self.stage.is_first), None if self.place.rank == 0 else InputTokens()
 
+        cleared: list[np.ndarray] = []
+
+        def clear(pool_slots: np.ndarray) -> None:
+            parts.clear_entries(pool_slots)
+            cleared.append(pool_slots)
+
         def form(name: str, forward: Forward, head: Head, threads: int | None = None) -> CallsForm:
             given = name, parts, model, forward, head, divide
             if inputs is None:
-                return CallsForm(*given, threads=threads)
+                return CallsForm(*given, threads=threads, clear=clear)
             return LayersForm(inputs, model.splits_head, *given, threads=threads)
 
         head, absent = LayersHead(model), dict(absent)
@@ -113,9 +120,9 @@ class RankPart:
         forms = Forms(made, parts, absent)
         log_forms(forms)
         # A step is launched when the step before it has been read: the next one's frame has its tokens.
-        info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False, max_draft_tokens=0)
+        info = replace(make_info(parts, loaded, forms.dispatch, absent), is_asynchronous=False)
         backend = RankBackend(parts, operations, forms, info, held, divide=asked.layout, exchange=exchange,
-                              inputs=inputs, splits_head=model.splits_head)
+                              inputs=inputs, splits_head=model.splits_head, cleared=cleared)
         with on_device(device, parts.stream), torch.inference_mode(), parts.threads(None)():
             warm_up(parts, forms, own_stages, backend.start_alike)
         self.agree("warm-up", None)

@@ -42,8 +42,9 @@ HOW_IT_ENDS = """The result (--out, --report json) is one JSON object. A sweep h
                                   offered rate less the growth of the requests in progress between its quarters;
                                   --find-saturation compares it with the offered rate
     steps                         iterations with an active request
-    drafts                        with --speculative-config: sequences in steps with drafts, tokens drafted, and those
-                                  accepted at each place
+    drafts                        with drafts: sequences in steps with drafts, tokens drafted, and those accepted at
+                                  each place; with --synthetic-acceptance, also the outputs that are other ones
+                                  than without drafts, where two tokens are nearly equal (none in float32)
     peak_rss_mb                   sum of the largest resident sets of this process and its children
     load_s                        from the start of loading to the end of the warm-up
     cpu                           cores used during the run by this process (own), by others (foreign; foreign_nice:

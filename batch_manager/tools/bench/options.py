@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ...config import LOAD_FORMATS, KvCacheConfig
+from ...config import LOAD_FORMATS, MAX_DRAFT_TOKENS, KvCacheConfig, SpeculativeConfig
 from ...names import TrtGptModelType
 from ..command_parser import CommandParser, at_least, positive, rate, share, within
 from ..datasets import FORMATS
@@ -100,8 +100,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     shared("--quantization", shown="as stored")
     shared("--kv-cache-dtype", shown="auto", default="auto")
     shared("--speculative-config", shown="no drafts")
+    add("--synthetic-acceptance", type=acceptance, metavar="P,P,...",
+        help="instead: drafts that are right with these probabilities, place by place of a step. They are made of the "
+             "outputs of a run without drafts, which comes before; the outputs of both are compared (no drafts)")
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         shared(name, shown="1", default=1)
+
+
+def acceptance(text: str) -> list[float]:
+    """The type of --synthetic-acceptance."""
+    rates = [within(0, 1)(part) for part in text.split(",")]
+    if len(rates) > MAX_DRAFT_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text[:60]}... has {len(rates)} places; expected at most {MAX_DRAFT_TOKENS}")
+    return rates
 
 
 def named_folder(text: str) -> str:
@@ -208,7 +219,13 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     refuse_together(options, parser, (
         ("kv_gib", "max_tokens_in_paged_kvcache"), ("kv_gib", "kv_cache_free_gpu_mem_fraction"),
         ("sweep", "find_saturation"), ("find_saturation", "request_rate"), *replaced, ("sweep", "stats_csv"),
-        ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"), ("find_saturation", "responses_json_file")))
+        ("find_saturation", "stats_csv"), ("sweep", "responses_json_file"), ("find_saturation", "responses_json_file"),
+        ("speculative_config", "synthetic_acceptance"), ("find_saturation", "synthetic_acceptance")))
+    if options.synthetic_acceptance is not None:
+        if options.type == TrtGptModelType.V1.name or options.beam_width > 1:
+            parser.error("--synthetic-acceptance was given with --type V1 or --beam-width above 1, which verify no "
+                         "drafts; choose another type and one beam, or leave out --synthetic-acceptance")
+        options.speculative_config = SpeculativeConfig("custom", len(options.synthetic_acceptance))
     swept = "" if options.sweep is None else options.sweep[0]
     complete_selection(options, parser,
                        has_rate=bool(options.request_rate or swept == "request_rate" or options.find_saturation),

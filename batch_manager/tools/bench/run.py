@@ -47,6 +47,7 @@ def shared_fields(options: argparse.Namespace, workload: dict[str, Any], session
         "model_implementation": options.model_implementation,
         "quantization": options.quantization,
         "speculative_config": options.speculative_config and asdict(options.speculative_config),
+        "synthetic_acceptance": options.synthetic_acceptance,
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "busy_neighbours": options.busy_neighbours,

@@ -19,6 +19,7 @@ from .load import Load
 from .neighbours import busy_neighbours
 from .process_meter import ProcessMeter
 from .request_options import RequestOptions
+from .synthetic_drafts import SyntheticDrafter
 from .warm_up import warm_up_requests
 
 MS = 1e-3
@@ -36,7 +37,8 @@ class Served:
     steps       number of iterations with an active request
     meter       CPU use during the run, and peak memory
     records     statistics records of the iterations; empty if they were not kept
-    drafts      "sequences" in steps with drafts, "tokens" drafted, and those "accepted_at" each place; None: no drafts
+    drafts      "sequences" in steps with drafts, "tokens" drafted, and those "accepted_at" each place; with synthetic
+                drafts, also the number of "different_outputs" than without drafts. None: no drafts
     """
 
     load: Load
@@ -68,6 +70,10 @@ class Session:
                  watch: Callable[[str], None] | None = None) -> None:
         self._options, self._workload = options, workload
         self._parts = Parts() if parts is None else parts
+        self._synthetic: SyntheticDrafter | None = None
+        if options.synthetic_acceptance is not None:
+            self._synthetic = SyntheticDrafter(options.synthetic_acceptance)
+            self._parts = replace(self._parts, drafter=self._synthetic)
         self._watch = watch
         self._served = 0
         self._stack = contextlib.ExitStack()
@@ -109,6 +115,9 @@ class Session:
             client.serve(manager, requests, streaming=options.streaming, started=time.perf_counter(),
                          options=RequestOptions(adapters=self._adapters))
         self.load_s = time.perf_counter() - loading
+        if self._synthetic is not None:                # which makes no drafts yet
+            receipts = self.serve(Load(request_rate=0.0)).receipts
+            self._synthetic.texts = {number: receipt.tokens for number, receipt in receipts.items()}
         self._is_warm = True
 
     def _trace_iteration(self, iteration: IterationTrace) -> None:
@@ -180,4 +189,8 @@ class Session:
             now = self._draft_counts() or []
             sequences, tokens, *at = [after - before for before, after in zip(drafts or [0] * len(now), now)] or [0, 0]
             drafts = {"sequences": sequences, "tokens": tokens, "accepted_at": at}
+            if self._synthetic is not None:
+                texts = self._synthetic.texts
+                drafts["different_outputs"] = sum(receipt.tokens != texts.get(number, receipt.tokens)
+                                                  for number, receipt in receipts.items())
         return Served(load, requests, receipts, client.last_response, steps, meter, list(client.stats), drafts)

@@ -97,7 +97,9 @@ def draft_rows(drafts: Mapping[str, Any]) -> list[list[list[str]]]:
     sequences, accepted_at = drafts["sequences"], drafts["accepted_at"]
     steps = max(sequences, 1)
     return [[["drafts", f"{drafts['tokens']:,}"], ["accepted", f"{sum(accepted_at):,}"],
-             ["tokens of a sequence in a step with drafts", number(1 + sum(accepted_at) / steps)]],
+             ["tokens of a sequence in a step with drafts", number(1 + sum(accepted_at) / steps)],
+             *([["other outputs than without drafts", f"{drafts['different_outputs']:,}"]]
+               if "different_outputs" in drafts else [])],
             [["accepted at place", *(str(place) for place in range(1, len(accepted_at) + 1))],
              ["  share", *(f"{count / steps:.0%}" for count in accepted_at)]]]
 

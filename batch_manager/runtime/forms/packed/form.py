@@ -3,14 +3,13 @@
 The forward of the layers is here, and not in forwards.py: it is on the path of every step.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from ....attention.interface import Attention, PackedStep
-from ....decoding.acceptance import UNVERIFIED, RatioRows, accepted
+from ....decoding.acceptance import UNVERIFIED, RatioRows, SpoiltDraftsError, accepted
 from ....decoding.decoder import READS_LOGITS
 from ....decoding.logits_return import context_logits
 from ....decoding.sampled_step import UNUSABLE, SampledStep
@@ -33,10 +32,10 @@ from ....decoding.slots import (
 from ....handover import RowFailure, ScheduledBatch, StepOutput
 from ....models.registry import Model
 from ...adapters.port import LoraPort
-from ...device.running import Readback, on_device, on_stream
+from ...device.running import Readback
 from ...packing import Divide, ModelCall, slots_not_finite
 from ...parts import DeviceParts
-from ..form import CONTEXT_DRAFTS, CONTEXTS, DRAFTS, EMBEDDINGS, PADDING, traits_of
+from ..form import CONTEXT_DRAFTS, CONTEXTS, DRAFTS, EMBEDDINGS, PADDING
 from .forwards import Forward, Head
 
 # What a form of calls serves, each bit by its name: a bit that is new is refused until a form lists it.
@@ -95,14 +94,16 @@ class CallsForm:
     head      computes logits
     divide    a function of packing.py, which divides a batch into calls
     threads   threads of torch in a step on a CPU; None: the engine's number
+    clear     clears entries of the KV cache pool; None: those of this process
     """
 
     def __init__(self, name: str, parts: DeviceParts, model: Model, forward: Forward, head: Head, divide: Divide, *,
-                 threads: int | None = None) -> None:
+                 threads: int | None = None, clear: Callable[[np.ndarray], None] | None = None) -> None:
         self.name, self.dispatch, self.threads = name, forward.dispatch, threads
         self.serves = SERVES[name] if forward.adapts else SERVES[name] & ~ADAPTER
         self._parts, self._decoder, self._model, self._divide = parts, parts.decoder, model, divide
         self._forward, self._head = forward, head
+        self._clear = clear or parts.clear_entries
         self._prompt_tuning_scale = getattr(model, "prompt_tuning_scale", 1)
 
     def misfit(self, batch: ScheduledBatch) -> int:
@@ -138,7 +139,7 @@ class CallsForm:
         readback = self._parts.readbacks.start(tensors)
         if sampled is not None:
             self._decoder.keep(sampled)
-        return PendingCalls(batch, self._parts, sampled, readback, returned, written, self)
+        return PendingCalls(batch, self._parts, sampled, readback, returned, written, self._clear)
 
     def _ratio_rows(self, batch: ScheduledBatch) -> RatioRows | None:
         """Return the sampled rows whose drafts a client brought with logits; None if there are none."""
@@ -170,8 +171,9 @@ class CallsForm:
         arrays = {}
         for name, dtype in UPLOADED.items():
             arrays[name] = getattr(step, name).astype(dtype)
+        newest = step.query_starts[num_contexts:-1].astype(np.int64)   # rows of the newest tokens, which drafts follow
         if generates and input_tokens is not None:
-            arrays["token_ids"][num_context_tokens:] = input_tokens
+            arrays["token_ids"][newest] = input_tokens
         if step.num_contexts:                              # a context samples a token after its last chunk only
             sequences = np.searchsorted(step.query_starts, step.logits_rows, side="right") - 1
             sampled_slots = step.slots[sequences]
@@ -179,7 +181,7 @@ class CallsForm:
             arrays |= {"logits_rows": step.logits_rows, "sampled_slots": sampled_slots.astype(np.int64)}
         arrays["sampled_positions"] = sampled_positions.astype(np.int64)
         if step.num_verifying:
-            arrays["first_rows"] = step.query_starts[num_contexts:-1].astype(np.int64)
+            arrays["newest"] = newest
         if call.embeddings is not None:
             arrays["embedded_rows"] = np.nonzero(step.token_ids >= self._parts.vocab_size)[0]
             arrays["token_ids"][arrays["embedded_rows"]] = 0       # any valid id; the embedding is replaced below
@@ -188,11 +190,9 @@ class CallsForm:
         given = dict(zip(arrays, sent))
 
         token_ids, positions, generating = given["token_ids"], given["positions"], given["slots"][num_contexts:]
-        if step.num_verifying:
-            first_rows = given["first_rows"]
-            token_ids[first_rows] = slots.last_tokens.at(generating, positions[first_rows])
-        elif generates and input_tokens is None:
-            token_ids[num_context_tokens:] = slots.last_tokens.at(generating, positions[num_context_tokens:])
+        if generates and input_tokens is None:
+            rows = given.get("newest", slice(num_context_tokens, None))
+            token_ids[rows] = slots.last_tokens.at(generating, positions[rows])
         hidden = self._model.embed(token_ids)
         if call.embeddings is not None:
             hidden.index_copy_(0, given["embedded_rows"],
@@ -236,14 +236,6 @@ def drafts_of(batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(counts), np.concatenate(tokens)
 
 
-def without_drafts(batch: ScheduledBatch) -> ScheduledBatch:
-    """Return the batch without its drafts."""
-    context = tuple([replace(work, token_ids=work.token_ids[:-work.num_drafts], num_drafts=0,
-                             draft_logits=None) if work.num_drafts
-                     else work for work in batch.context])
-    return replace(batch, context=context, generation=replace(batch.generation, num_drafts=None, draft_tokens=None))
-
-
 def join_rows(parts: Sequence[SamplingRows]) -> SamplingRows:
     """Concatenate the sampling rows of several calls, in order."""
     return SamplingRows(
@@ -258,20 +250,20 @@ class PendingCalls:
     returned   slot -> context logits [chunk tokens, vocab] float32 on the host
     written    with drafts: where the inputs of the sampled rows are in the KV cache pool, as PackedStep.pool_slots, for
                each call
-    form       runs the step again without its drafts, if they spoilt it
+    clear      clears entries of the pool
     """
 
     def __init__(self, batch: ScheduledBatch, parts: DeviceParts, sampled: SampledStep | None, readback: Readback,
-                 returned: dict[int, np.ndarray], written: Sequence[np.ndarray], form: CallsForm) -> None:
-        self._batch, self._parts, self._written, self._form = batch, parts, written, form
+                 returned: dict[int, np.ndarray], written: Sequence[np.ndarray],
+                 clear: Callable[[np.ndarray], None]) -> None:
+        self._batch, self._parts, self._written, self._clear_entries = batch, parts, written, clear
         self._sampled, self._readback, self._returned = sampled, readback, returned
 
     def finish(self) -> StepOutput:
         arrays = self._readback.wait()
         if self._written and self._sampled is not None:
             arrays = self._sampled.with_usable_rows(arrays)
-        if self._written and (again := self._without_spoilt_drafts(arrays)) is not None:
-            return again.finish()
+            self._check_drafts(arrays)
         failures: dict[int, RowFailure] = {}
         if self._batch.context and not arrays["context_finite"].all():
             failures = dict.fromkeys(slots_not_finite(self._batch.context, arrays["context_finite"]), UNUSABLE)
@@ -294,8 +286,8 @@ class PendingCalls:
             self._clear(~(is_new | (arrays["finite"] != 0)))
         return is_new, num_new
 
-    def _without_spoilt_drafts(self, arrays: Mapping[str, np.ndarray]) -> "PendingCalls | None":
-        """Start the step again without drafts if a row before the drafts of a sequence is not finite; else None.
+    def _check_drafts(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise SpoiltDraftsError if a row before the drafts of a sequence is not finite.
 
         The drafts can be why: attention multiplies the values of the rows after a row by 0, and 0 * NaN is NaN.
         """
@@ -304,16 +296,12 @@ class PendingCalls:
         drafting = [work.slot for work in self._batch.context if work.num_drafts]
         if arrays["finite"][first_rows[counts > 0]].all() and not (drafting and set(drafting).intersection(
                 slots_not_finite(self._batch.context, arrays["context_finite"]))):
-            return None
+            return
         is_draft = np.ones(len(arrays["finite"]), bool)
         is_draft[first_rows] = False
         self._clear(is_draft)
-        batch = without_drafts(self._batch)
-        with on_device(self._parts.device, self._parts.stream), torch.inference_mode():
-            return self._form.start(batch, traits_of(batch, self._parts.slots))
+        raise SpoiltDraftsError
 
     def _clear(self, rows: np.ndarray) -> None:
         """Clear the KV cache entries of the inputs of these sampled rows, [r] bool."""
-        blocks, offsets = np.divmod(np.concatenate(self._written)[rows], self._parts.tokens_per_block)
-        with on_stream(self._parts.stream), torch.inference_mode():
-            self._parts.pool[blocks, :, :, :, offsets] = 0
+        self._clear_entries(np.concatenate(self._written)[rows])
