@@ -299,7 +299,7 @@ def test_imports_point_down():
 def test_the_tools_do_not_grow():
     """A quarter of the package is enough for the commands. A new option pays for its lines."""
     files = [path for path in (PACKAGE / "tools").rglob("*") if path.suffix in (".py", ".js", ".css", ".html", ".md")]
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_220
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_280
 
 
 TOWER = [source for source in SOURCES if source.floor == "runtime" and source.path.name != "__init__.py"]

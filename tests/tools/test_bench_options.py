@@ -115,6 +115,12 @@ def test_names_of_others_are_names_of_ours(capsys):
     (["--streaming", "--beam-width", "2"], "does not stream"),
     (["--slo-share", "1.5"], "at most 1"), (["--type", "IF"], "invalid choice"), (["--max-b", "3"], "unrecognized"),
     (["--lora-modules", "plays"], "expected NAME=FOLDER"), (["--max-loras", "0"], "at least 1"),
+    (["--synthetic-acceptance", "0.5,1.5"], "1.5 is out of range; expected 0 to 1"),
+    (["--synthetic-acceptance", "0.5,"], "not a number"),
+    (["--synthetic-acceptance", ",".join(65 * "1")], "at most 64"),
+    (["--synthetic-acceptance", "1", "--speculative-config", '{"method": "ngram"}'], "both given"),
+    (["--synthetic-acceptance", "1", "--type", "V1"], "verify no drafts"),
+    (["--synthetic-acceptance", "1", "--find-saturation"], "both given"),
     (["--api", "executor"], "gptManager"), (["--out", "/no/such/folder/r.json"], "does not exist"),
     (["--out", "/"], "folder"),
     (["--warm-up", "-1"], "at least 0"), (["--static-emulated-timeout", "inf"], "expected 0 to 8.64e+07")])
