@@ -133,6 +133,9 @@ STATISTICS: tuple[Statistic, ...] = (
         ("KV Transfer Bytes", "bytes", START, "of blocks, sent to or received from other engines"),
         ("KV Transfer Microseconds", "microseconds", START, "of these exchanges, summed"),
         ("KV Transfer Fallbacks", "requests", START, "whose blocks did not all come"),
+        # With a store or kv_transfer_config:
+        ("External Lookup Tokens", "tokens", START, "of prompts looked up in the store or another engine, not cached"),
+        ("External Hit Tokens", "tokens", START, "of those, the ones that came from there"),
         ("World Size", "ranks", NOW, "that run the model together; absent for one process"),
         ("Tensor Parallel Size", "ranks", NOW, "of those, the ones that share each layer"),
         ("Pipeline Parallel Size", "stages", NOW, "into which the layers are divided"),

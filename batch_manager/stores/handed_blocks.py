@@ -25,7 +25,7 @@ from ..requests.llm_request import LlmRequest
 from .held_contexts import HeldContext, HeldContexts
 from .interface import BlockStore, StoredBlock
 from .stored_blocks import Load, StoredBlocks, Waiting
-from .threads import StoreThreads
+from .threads import StoreThreads, tried
 
 SENDS_AT_ONCE = FETCHES_AT_ONCE = 4
 
@@ -206,7 +206,8 @@ class HandedBlocks(StoredBlocks):
         self._submit_what_is_due()
         if len(keys) == len(known):                    # the thread gives the ticket back
             return False
-        self._waiting.append(Waiting(admitted, load, self._monotonic() + self._config.load_timeout_s))
+        self._note_look_up(request, len(known))
+        self._waiting.append(Waiting(admitted, load, keys, len(known), self._monotonic() + self._config.load_timeout_s))
         return True
 
     def _submit(self, due: Any) -> None:
@@ -219,26 +220,31 @@ class HandedBlocks(StoredBlocks):
 
     def _fetch(self, load: Fetch) -> None:
         """On a thread: fill the host blocks."""
-        source, began, filled = load.source, time.monotonic(), 0
-        config, count = self._config, len(load.host_ids)
-        try:
-            if source.host not in ((config.host,) if config.peers is None else config.peers):
-                load.reason = "is no host of KvTransferConfig.peers"
-            elif not self._wait(self._opened, load.until) or not self._fingerprint:
-                load.reason = "is not asked before this engine knows the digest of its weights"
-            else:
-                keys = [block.key for block in self._named(load.domain, load.keys)][load.start:load.start + count]
-                buffers = [self._host_block(host_id) for host_id in load.host_ids]
-                filled, load.reason = self._fetch_from(
-                    (source.host, source.port), source.ticket, self._fingerprint, load.start, keys, buffers, load.until,
-                    lambda: self._is_closed)
-                load.num_bytes = sum(map(len, buffers[:filled]))
-        except BaseException as error:
+        began = time.monotonic()
+        filled, error = tried(partial(self._fill, load))
+        if error is not None:
             load.reason = f"made the fetch raise {type_name(error)}"
         load.microseconds = int((time.monotonic() - began) * 1e6)
-        load.num_right = filled
+        load.num_right = filled or 0
         self._ended.append(load)
         self.wake()
+
+    def _fill(self, load: Fetch) -> int:
+        """Return the number of host blocks that were filled. `load.reason` says why not all were."""
+        source, config, count = load.source, self._config, len(load.host_ids)
+        if source.host not in ((config.host,) if config.peers is None else config.peers):
+            load.reason = "is no host of KvTransferConfig.peers"
+            return 0
+        if not self._wait(self._opened, load.until) or not self._fingerprint:
+            load.reason = "is not asked before this engine knows the digest of its weights"
+            return 0
+        keys = [block.key for block in self._named(load.domain, load.keys)][load.start:load.start + count]
+        buffers = [self._host_block(host_id) for host_id in load.host_ids]
+        filled, load.reason = self._fetch_from(
+            (source.host, source.port), source.ticket, self._fingerprint, load.start, keys, buffers, load.until,
+            lambda: self._is_closed)
+        load.num_bytes = sum(map(len, buffers[:filled]))
+        return filled
 
     def _take_back(self, ended: Any) -> None:
         if isinstance(ended, HeldContext):
@@ -259,15 +265,14 @@ class HandedBlocks(StoredBlocks):
         failed: list[tuple[Admitted, RequestError]] = []
         for waiting in ended:
             admitted, load = waiting.admitted, waiting.load
-            found = len(self._cache.index.walk(load.domain, load.keys))
-            if not isinstance(load, Fetch) or found == len(load.keys):
+            if not isinstance(load, Fetch) or waiting.num_found == len(load.keys):
                 ready.append(admitted)
                 continue
             self._figures["KV Transfer Fallbacks"] += 1
             reason = f"the engine at {load.source.host}:{load.source.port} {load.reason or 'is too late'}"
             if not load.reason and load.num_right is not None:
                 reason = "this engine had too few free host blocks: raise KvCacheConfig.host_cache_size"
-            fact = f"{found} of {counted(len(load.keys), 'block')} of the prompt are here: {reason}"
+            fact = f"{waiting.num_found} of {counted(len(load.keys), 'block')} of the prompt are here: {reason}"
             if self._config.load_failure_policy == "fail":
                 failed.append((admitted, KvTransferError(fact, "KvTransferConfig.load_failure_policy is 'fail'",
                                                          "send the request as context_and_generation")))

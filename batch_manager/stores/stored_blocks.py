@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from ..contained_log import RateLimitedLog, log
 from ..errors import RequestError, counted, type_name
@@ -26,7 +26,7 @@ from ..requests.llm_request import LlmRequest
 from ..steps.device_work import DeviceWork
 from ..steps.runner import StepRunner
 from .interface import KEY_BYTES, BlockStore, StoredBlock
-from .threads import StoreThreads
+from .threads import Answer, StoreThreads, tried
 
 SAVES_AT_ONCE = 8                # host blocks that loads leave to saves
 LEAST_BLOCKS_OF_A_CALL = 8       # longer loads are divided among the threads
@@ -76,9 +76,14 @@ class _Save:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
+    """A request that waits. `keys` are those of its prompt, of which `num_known` blocks were cached already."""
+
     admitted: Admitted
     load: Load
+    keys: list[BlockKey]
+    num_known: int
     until: float
+    num_found: int = 0           # of them, once the load has ended
 
 
 class StoredBlocks:
@@ -116,7 +121,7 @@ class StoredBlocks:
         self._refreshed_at = float("-inf")
         self._log = RateLimitedLog(monotonic)
         self._figures = dict.fromkeys(("Store Loads", "Store Loaded Blocks", "Store Failed Loads", "Store Saved Blocks",
-                                       "Store Skipped Saves"), 0)
+                                       "Store Skipped Saves", "External Lookup Tokens", "External Hit Tokens"), 0)
         cache.ended = self._offer
 
     def attach(self, device_work: DeviceWork, runner: StepRunner) -> None:
@@ -136,20 +141,16 @@ class StoredBlocks:
     def figures(self) -> dict[str, int]:
         """Return the statistics of the traffic and of the store."""
         figures = {**self._figures, "Requests Loading": len(self._waiting)}
-        try:
-            figures |= {str(name): int(value) for name, value in self._store.figures().items()}
-        except BaseException as error:
-            self._note_failure("figures", error)
-        return figures
+        return figures | self._ask("figures", dict[str, int](), lambda: {
+            str(name): int(value) for name, value in self._store.figures().items()})
 
     def _open(self) -> None:
-        try:
-            self._fingerprint = self._make_fingerprint()
-        except BaseException as error:
+        fingerprint, error = tried(self._make_fingerprint)
+        self._fingerprint = fingerprint or b""
+        self._opened.set()
+        if error is not None:
             log.error("the store is not used, because the fingerprint of the model raised %s: %s", type_name(error),
                       error)
-        finally:
-            self._opened.set()
 
     @property
     def _is_ready(self) -> bool:
@@ -182,9 +183,13 @@ class StoredBlocks:
         if len(blocks) * cache.tokens_per_block < self._min_tokens:
             return False
         load = self._loads.get(blocks[0].key) or self._start_load(request, domain, keys, known, blocks)
+        self._note_look_up(request, len(known))
         if load is not None:
-            self._waiting.append(Waiting(admitted, load, self._monotonic() + SECONDS_TO_LOAD))
+            self._waiting.append(Waiting(admitted, load, keys, len(known), self._monotonic() + SECONDS_TO_LOAD))
         return load is not None
+
+    def _note_look_up(self, request: LlmRequest, num_known: int) -> None:
+        self._figures["External Lookup Tokens"] += request.prompt_len - num_known * self._cache.tokens_per_block
 
     def _refresh(self) -> None:
         refresh, now = getattr(self._store, "refresh", None), self._monotonic()
@@ -193,19 +198,14 @@ class StoredBlocks:
             self._threads.submit(partial(self._run_refresh, refresh))
 
     def _run_refresh(self, refresh: Callable[[], None]) -> None:
-        try:
-            refresh()
-        except BaseException as error:
+        _, error = tried(refresh)
+        if error is not None:
             self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
 
     def _start_load(self, request: LlmRequest, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
                     blocks: list[StoredBlock]) -> Load | None:
         unit, host = self._cache.tokens_per_block, self._cache.host
-        try:
-            found = min(self._store.count(blocks), len(blocks), self._room_for_loads)
-        except BaseException as error:
-            self._note_failure("count", error)
-            return None
+        found = min(self._ask("count", 0, lambda: int(self._store.count(blocks))), len(blocks), self._room_for_loads)
         if found * unit < self._min_tokens:
             return None
         host_ids = self._reserve(found, known)
@@ -251,6 +251,10 @@ class StoredBlocks:
                 left.append(waiting)
                 continue
             ended.append(waiting)
+            waiting.num_found = len(self._cache.index.walk(waiting.load.domain, waiting.keys))
+            if waiting.load.num_right:
+                self._figures["External Hit Tokens"] += self._cache.tokens_per_block * max(
+                    waiting.num_found - waiting.num_known, 0)
             if waiting.load.blocks and waiting.load.num_right is None and not waiting.load.is_late:
                 waiting.load.is_late = True
                 self._note_late(waiting.load)
@@ -285,11 +289,7 @@ class StoredBlocks:
             self._figures["Store Skipped Saves"] += len(nodes)
             return
         blocks = self._named(self._cache.domain_of(request), [node.key for node in nodes])
-        try:
-            known = self._store.count(blocks)
-        except BaseException as error:
-            self._note_failure("count", error)
-            return
+        known = self._ask("count", len(blocks), lambda: int(self._store.count(blocks)))
         for block, node in list(zip(blocks, nodes, strict=True))[known:]:
             if len(self._to_save) >= MOST_WAITING_SAVES:
                 self._figures["Store Skipped Saves"] += 1
@@ -386,10 +386,7 @@ class StoredBlocks:
                 log.warning("a call of the store has not returned for %.0f s; the engine ends without it",
                             SECONDS_WITHOUT_A_SAVE)
                 return
-            try:
-                self._store.close()
-            except BaseException as error:
-                self._note_failure("close", error)
+            self._ask("close", None, self._store.close)
 
     def _submit_what_is_due(self) -> None:
         while self._not_submitted and self._not_submitted[0].ticket <= self._device_work.num_done:
@@ -409,21 +406,16 @@ class StoredBlocks:
     def _run_load(self, part: _Part) -> None:
         """On a thread: have the store fill the host blocks of a part."""
         load, blocks = part.load, part.load.blocks[part.start:part.end]
-        try:
-            loaded = self._store.load(blocks, [self._host_block(host_id)
-                                               for host_id in load.host_ids[part.start:part.end]])
-            part.num_right = min(max(int(loaded), 0), len(blocks))
-        except BaseException as error:
-            load.error = error
+        host_ids = load.host_ids[part.start:part.end]
+        loaded, error = tried(lambda: int(self._store.load(blocks, list(map(self._host_block, host_ids)))))
+        part.num_right = min(max(loaded or 0, 0), len(blocks))
+        load.error = load.error or error
         self._ended.append(part)
         self.wake()
 
     def _run_save(self, save: _Save) -> None:
         """On a thread: have the store save a block."""
-        try:
-            self._store.save(save.block, self._host_block(save.host_id))
-        except BaseException as error:
-            save.error = error
+        _, save.error = tried(lambda: self._store.save(save.block, self._host_block(save.host_id)))
         self._ended.append(save)
         self.wake()
 
@@ -468,6 +460,14 @@ class StoredBlocks:
             blocks.append(StoredBlock(name, parent, key.tokens, key.extra_ids))
             parent = name
         return blocks
+
+    def _ask(self, method: str, default: Answer, call: Callable[[], Answer]) -> Answer:
+        """Return what a method of the store returns to the worker, or `default` if it raises, which is noted."""
+        answer, error = tried(call)
+        if error is None:
+            return cast(Answer, answer)
+        self._note_failure(method, error)
+        return default
 
     def _note_failure(self, method: str, error: BaseException) -> None:
         self._log.log(logging.WARNING, "`%s` of the store raised %s; what it has is computed", method, type_name(error),

@@ -1,11 +1,22 @@
-"""The threads on which stores read and write."""
+"""The threads on which stores read and write, and the guard around each call."""
 
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import TypeVar
 
 from ..thread_stack import start_with_enough_stack
+
+Answer = TypeVar("Answer")
+
+
+def tried(call: Callable[[], Answer]) -> tuple[Answer | None, BaseException | None]:
+    """Return (what a call into a store returns, None), or (None, the exception of any kind that it raises)."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
 
 
 class StoreThreads:

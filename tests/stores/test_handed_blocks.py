@@ -103,6 +103,7 @@ def test_a_prompt_is_computed_in_one_engine_and_continued_in_another(pair):
     prefill, decode = both.figures()
     assert prefill["Context Only Requests"] == decode["Generation Only Requests"] == 1
     assert decode["KV Transfer Bytes"] >= 10 * SIZE * 4 and decode["KV Transfer Fallbacks"] == 0
+    assert (decode["External Lookup Tokens"], decode["External Hit Tokens"]) == (41, 40)
     both.both(lambda: both.figures()[0]["KV Transfer Bytes"] == decode["KV Transfer Bytes"])
     assert both.figures()[0]["Held Transfer Blocks"] == 0
     assert both.go_on(params, 2, [*PROMPT[:20], *PROMPT]) == 41, "other blocks than those of the ticket"

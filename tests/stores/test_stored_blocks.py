@@ -111,6 +111,7 @@ def test_a_prompt_begins_where_the_store_ends(engine):
     assert second.ask(3, [*PROMPT[:21], *range(50)]) == 50, "the beginning alone is the same"
     second.end()
     assert figures(second)["Store Loaded Blocks"] == 10
+    assert (figures(second)["External Lookup Tokens"], figures(second)["External Hit Tokens"]) == (41 + 71 - 20, 40)
     third = engine(store, backend={"key": 5})
     assert third.ask(1, PROMPT) == 41, "another model"
     assert third.ask(2, PROMPT, cache_salt="a") == 41, "another salt"

@@ -161,8 +161,7 @@ BROAD_EXCEPTS = {
     "batch_manager/loop/callbacks.py": (1, "a stop signal that is no integer, inside a block"),
     "batch_manager/loop/generation_loop.py": (1, "giving back at the end must not cost the finals"),
     "batch_manager/decoding/logits_post_processors.py": (1, "the text of an error of the user's"),
-    "batch_manager/stores/stored_blocks.py": (8, "a store of the user's own; mostly on the store's threads"),
-    "batch_manager/stores/handed_blocks.py": (1, "a fetch on a thread of the store, which must go on"),
+    "batch_manager/stores/threads.py": (1, "a store of the user's own, or a fetch; mostly on a store's threads"),
     "batch_manager/testing/scripted_backend.py": (1, "a planted fault, kept until the step is waited for"),
 }
 
