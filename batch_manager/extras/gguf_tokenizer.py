@@ -362,7 +362,8 @@ class _Metadata:
             raise self.fault("tokenizer.ggml.token_type", f"types from {NORMAL} to {BYTE}",
                              f"a list with the entry {min(unknown)}")
         if self.text("general.architecture") == _GEMMA3:               # llama.cpp's converter wrote these as spaces
-            tokens = [token.replace(" ", SPACE) if kind == USER_DEFINED else token for token, kind in zip(tokens, kinds)]
+            tokens = [token.replace(" ", SPACE) if kind == USER_DEFINED else token
+                      for token, kind in zip(tokens, kinds)]
         if not tokens or len(set(tokens)) != len(tokens) or not all(0 < len(token) <= LONGEST_TOKEN
                                                                       for token in tokens):
             raise self.fault(key, f"unique tokens of 1 to {LONGEST_TOKEN:,} characters",

@@ -13,6 +13,7 @@ from gguf.quants import dequantize, quantize
 from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES
 from batch_manager.triton_kernels.cpu.native.matrix import QuantisedMatrix, QuantisedPanels, quantised_rows
 from batch_manager.weights.matrices import GroupedType, grouped_rows
+from tests.compiled.llama_cpp_blocks import BLOCKS as LLAMA_CPP_BLOCKS
 
 pytestmark = pytest.mark.usefixtures("machine")
 GROUPED = {"INT4": GroupedType("INT4", 64, torch.float16), "INT8": GroupedType("INT8", 2**20, torch.bfloat16)}
@@ -196,6 +197,16 @@ def test_the_bits_are_those_of_the_contract(kind, dtype, threads):
     bias, residual = torch.randn(149), torch.randn(19, 149).to(dtype)
     found = matrix_of(kind, rows, dtype, bias=bias).add_product(x, residual.clone())
     assert torch.equal(found, (expected + bias + residual.float()).to(dtype))
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_that_llama_cpp_wrote_are_the_numbers_that_it_reads(machine, kind):
+    with np.load(LLAMA_CPP_BLOCKS) as blocks:
+        rows, expected = blocks[kind], torch.from_numpy(blocks[f"{kind} decoded"])
+    matrix, x = matrix_of(kind, rows, torch.float32), rows_of_x(5, 512, torch.float32)
+    assert torch.equal(matrix.rows(torch.arange(3)), expected)
+    assert torch.equal(matrix.multiply(x), modelled(kind, rows, x))
 
 
 @NATIVE

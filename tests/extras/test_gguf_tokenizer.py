@@ -159,8 +159,8 @@ def test_gemma_3_merges_to_user_defined_tokens_in_the_order_of_its_tokenizer_jso
     scores = {name: 0.0 if kind == USER_DEFINED else score for name, (_, score, kind) in zip(names, pieces)
               if kind in (NORMAL, USER_DEFINED)}
     vocabulary = {name: number for number, name in enumerate(names)}
-    original = Tokenizer(models.BPE(vocabulary, base.generate_merges({name: vocabulary[name] for name in scores}, scores),
-                                    unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    merges = base.generate_merges({name: vocabulary[name] for name in scores}, scores)
+    original = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     original.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
     original.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in names[3 : 3 + len(marks)]])
     draw = random.Random(0)
