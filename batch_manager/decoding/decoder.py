@@ -60,9 +60,10 @@ class GptDecoder:
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
-                    of rows. The decoder therefore samples a row with stages, reports or a test by ratios on its own,
-                    and processes the beams of each sequence separately; so it samples without `native`. The compiled
-                    library, Triton's kernels and a plain argmax process rows independently in any case
+                    of rows. The decoder therefore samples a row with a custom stage, a report or a test by ratios on
+                    its own, and processes the beams of each sequence separately; so it samples without `native`. The
+                    built-in stages, the compiled library, Triton's kernels and a plain argmax process rows
+                    independently in any case
     native          the library of compiled steps, which then computes the probabilities of sampled tokens; None: torch
     """
 
@@ -81,7 +82,8 @@ class GptDecoder:
             self._sample_token = partial(self._sample_token, native=native)
         self._samples_any_dtype = dispatch.use_triton(device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
-        self._singly = STAGES | REPORTED | (0 if native else SAMPLES | LOG_PROBS)   # what `_one_by_one` is needed for
+        # What `_one_by_one` is needed for.
+        self._singly = self.stages.bits_of(own_stages) | REPORTED | (0 if native else SAMPLES | LOG_PROBS)
         self._all_greedy: dict[str, Any] = {}
         self._beam_kernel = dispatch.kernel("beam_topk", device)
 

@@ -94,6 +94,9 @@ class Stages:
             raise
         return bits, needs_history
 
+    def bits_of(self, stages: Sequence[LogitsStage]) -> int:
+        return sum(bit for bit, stage in self._by_bit if any(stage is one for one in stages))
+
     def changes(self, rows: LogitsRows) -> bool:
         """Whether a stage that is active for a row may change its logits. False if only top-p decay is active."""
         return rows.features & self._changing != 0

@@ -7,7 +7,7 @@ and a step that computes the whole context of one sequence. Steps with and witho
 so that a busy machine slows both. The output has the median and the minimum of each in milliseconds, and their ratios.
 With --threads 1, times are CPU times of the thread, which exclude other processes. Otherwise they are wall-clock times.
 Requests are greedy, without log-probabilities. With --sample, requests use top-p and return log-probabilities, with
---penalty a repetition penalty as well, which is a stage.
+--penalty a repetition penalty as well, which is a stage, and with --report the five likeliest tokens.
 """
 
 import argparse
@@ -98,9 +98,9 @@ def measure(options: argparse.Namespace) -> list[dict]:
                                       max_tokens=blocks * options.tokens_per_block)),
         layout=packing.packed, num_slots=largest) for deterministic in (False, True)]
     setup = SlotSetup()
-    if options.sample or options.penalty:
+    if options.sample or options.penalty or options.report:
         setup = SlotSetup(SamplingConfig(temperature=0.8, top_p=0.9, repetition_penalty=1.1 if options.penalty else 1),
-                          return_log_probs=True)
+                          return_log_probs=True, top_log_probs=5 if options.report else 0)
     clock, results = thread_time if options.threads == 1 else perf_counter, []
     try:
         for batch in options.batch:
@@ -143,12 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens-per-block", type=int, default=64, help="tokens in a block of the KV cache (64)")
     add("--sample", action="store_true", help="top-p and log-probabilities instead of greedy")
     add("--penalty", action="store_true", help="as --sample, with a repetition penalty")
+    add("--report", action="store_true", help="as --sample, and return the five likeliest tokens")
     options = parser.parse_args(argv)
     results = measure(options)
     print(table(results))
     print(json.dumps({"tool": "deterministic", "python": platform.python_version(),
                       "torch": torch.__version__, "threads": options.threads, "dtype": options.dtype,
-                      "sample": options.sample, "penalty": options.penalty, "results": results}), flush=True)
+                      "sample": options.sample, "penalty": options.penalty, "report": options.report,
+                      "results": results}), flush=True)
     return 0
 
 

@@ -25,6 +25,11 @@ SETUPS = [SlotSetup(SamplingConfig(temperature=0.7, top_p=0.9, random_seed=1), r
           SlotSetup(SamplingConfig(temperature=0.7, random_seed=6), return_log_probs=True, raw_log_probs=True),
           SlotSetup(SamplingConfig(repetition_penalty=1.5), top_log_probs=20, raw_log_probs=True, history=np.arange(5)),
           ] * 4
+STAGED = [SlotSetup(sampling, return_log_probs=True, prompt_length=3, history=np.array([5, 6, 7, 5, 6], np.int32),
+                    embedding_bias=np.sin(np.arange(VOCAB, dtype=np.float32)), bad_words=((9,), (6, 4)), end_id=2)
+          for sampling in (SamplingConfig(repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.1),
+                           SamplingConfig(temperature=0.7, top_p=0.9, top_p_decay=0.9, top_p_min=0.3, random_seed=7,
+                                          repetition_penalty=0.9, no_repeat_ngram_size=2, min_length=20))]
 TOP = [row for row, setup in enumerate(SETUPS) if setup.top_log_probs]
 ASKED = [row for row, setup in enumerate(SETUPS) if setup.return_log_probs]
 
@@ -67,14 +72,16 @@ def test_rows_are_sampled_as_if_each_were_the_step(two_threads, is_compiled):
 
 
 def test_compiled_code_samples_rows_at_once_as_if_each_were_the_step(two_threads, monkeypatch):
-    """So it needs no option, and rows of a step take no calls of their own."""
+    """So it needs no option, and rows of a step take no calls of their own, with stages or without."""
     monkeypatch.setattr(GptDecoder, "_sample_one_by_one", None)
-    setups = [replace(setup, top_log_probs=0, raw_log_probs=False, sampling=SamplingConfig(random_seed=row)
-                      if setup.history is not None else setup.sampling) for row, setup in enumerate(SETUPS)]
+    setups = [STAGED[row // 4 % 2] if row % 4 == 0 else replace(setup, top_log_probs=0, raw_log_probs=False)
+              for row, setup in enumerate(SETUPS)]
     for deterministic in (False, True):
         together, alone = together_and_alone(deterministic, load_library(), setups)
         assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
-        assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
+        asked = [row for row, setup in enumerate(setups) if setup.return_log_probs]
+        assert torch.equal(together.log_probs[asked], torch.cat([alone[row].log_probs for row in asked]))
+        assert together.emptied.tolist() == [False] * ROWS
 
 
 def test_only_the_rows_that_torch_computes_take_calls_of_their_own(two_threads, monkeypatch):

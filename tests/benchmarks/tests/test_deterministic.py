@@ -11,7 +11,7 @@ from tests.benchmarks.deterministic import in_turn, main
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "austen-4m"
 
 
-@pytest.mark.parametrize("options", [[], ["--sample"], ["--penalty"]])
+@pytest.mark.parametrize("options", [[], ["--sample"], ["--penalty"], ["--report"]])
 def test_a_record_for_every_setting(capsys, options):
     main(["--model", str(SHIPPED), "--load-format", "dummy", "--threads", "1", "--batch", "1", "2", "--context", "4",
           "--prefill", "9", "--steps", "2", *options])
