@@ -130,9 +130,11 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
 
 def _drafting(config: SpeculativeConfig | None, parts: Parts, limits: Limits, kv_cache_manager: KvCacheManager,
               guard: Guard) -> list[Drafting]:
-    if config is None:
+    if not limits.max_draft_tokens:
         return []
-    drafter = parts.drafter or NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    drafter = parts.drafter
+    if drafter is None and config is not None:
+        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     return [Drafting(config, limits, kv_cache_manager, drafter, guard)]
 
 

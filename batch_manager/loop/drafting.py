@@ -87,13 +87,14 @@ class Drafting:
     Drafts take what the plan leaves of max_num_tokens, and of free blocks without cached content. So they never make a
     request wait or pause, and never evict a block.
 
+    config    None: the engine proposes none, and those of clients are counted
     drafter   runs in a guarded block: if it raises, or returns something else, the step has no drafts
     """
 
-    def __init__(self, config: SpeculativeConfig, limits: Limits, kv_cache_manager: KvCacheManager, drafter: Drafter,
-                 guard: Guard) -> None:
+    def __init__(self, config: SpeculativeConfig | None, limits: Limits, kv_cache_manager: KvCacheManager,
+                 drafter: Drafter | None, guard: Guard) -> None:
         self._kv, self._limits, self._drafter = kv_cache_manager, limits, drafter
-        self._most = min(config.num_speculative_tokens, limits.max_draft_tokens)
+        self._most = 0 if config is None else min(config.num_speculative_tokens, limits.max_draft_tokens)
         self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
         self._in_propose = guard.containing("propose", kind="method of the drafter")
         self._in_allowed = guard.containing("allowed_drafts", kind="method of a logits post-processor")
@@ -107,7 +108,7 @@ class Drafting:
         return ()
 
     def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
-        if request.speculation and is_verified(setup):
+        if self._most and request.speculation and is_verified(setup):
             self._of[request] = _Draft(setup.logits_post_processor)
         return setup
 
@@ -160,7 +161,7 @@ class Drafting:
 
     def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
-        if not requests:
+        if not requests or self._drafter is None:
             return []
         lent = [] if isinstance(self._drafter, NgramDrafter) else [(request, request.tokens) for request in requests]
         try:

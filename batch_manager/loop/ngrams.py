@@ -1,6 +1,6 @@
 """Drafts from a request's own text: what followed an earlier occurrence of its last tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..requests.llm_request import LlmRequest
 
@@ -27,12 +27,15 @@ class Ngrams:
         """
         first, n, newest, before = self._known, self._shortest, self._newest, self._before
         end = self._known = min(len(tokens), first + most)
-        start = max(first, n)                    # the ends of n-grams, without that of the last one, which is looked up
-        if start < end:
-            rows = [tokens[start - n + place : end - n + place] for place in range(n)]
-            for place, ngram in enumerate(zip(*rows), start):
-                before.append(newest.get(ngram, 0))
-                newest[ngram] = place
+        start = first if first > n else n        # the ends of n-grams, without that of the last one, which is looked up
+        ngrams: Iterable[tuple[int, ...]]
+        if end - start > 8:
+            ngrams = zip(*[tokens[start - n + place : end - n + place] for place in range(n)])
+        else:                                    # nearly always; this way is faster then
+            ngrams = [tuple(tokens[place - n : place]) for place in range(start, end)]
+        for place, ngram in enumerate(ngrams, start):
+            before.append(newest.get(ngram, 0))
+            newest[ngram] = place
         return end - first
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -44,19 +47,19 @@ class Ngrams:
 
         tokens   as `read` got them
         """
-        n = self._shortest
-        end, agreed, best = self._newest.get(tuple(tokens[-n:]), 0), 0, 0
-        for _ in range(MOST_COMPARED):
-            if not end or agreed == self._longest:
-                break
+        n, longest = self._shortest, self._longest
+        best = end = self._newest.get(tuple(tokens[-n:]), 0)
+        if not end:
+            return ()
+        agreed, compared = 0, 0
+        while end and agreed < longest and compared < MOST_COMPARED:
             length = n
-            while length < self._longest and length < end and tokens[end - 1 - length] == tokens[-1 - length]:
+            while length < longest and length < end and tokens[end - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > agreed:
                 best, agreed = end, length
             end = self._before[end - n]
-        if not best:
-            return ()
+            compared += 1
         period = len(tokens) - best
         if period >= most:
             return tokens[best : best + most]

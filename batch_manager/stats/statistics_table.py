@@ -106,7 +106,7 @@ STATISTICS: tuple[Statistic, ...] = (
         ("Requests With LoRA", "requests", NOW, "waiting or running, that have found their adapter"),
         ("Running LoRA Tasks", "text", NOW, "ids of adapters that requests hold on the device, separated by commas"),
         ("Waiting LoRA Tasks", "text", NOW, "ids of adapters of other requests"),
-        # With speculative_config:
+        # With speculative_config, or with max_draft_tokens for the drafts of clients:
         ("Draft Steps", "sequences", START, "in steps with drafts of this sequence"),
         ("Draft Tokens", "tokens", START, "proposed by the engine or by clients"),
         ("Accepted Draft Tokens", "tokens", START, "of those, the ones that the model generated"),

@@ -3,6 +3,7 @@
 The times of a record are milliseconds.
 """
 
+import json
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from batch_manager.kv.peft_cache_manager import PeftCacheManager
 from batch_manager.kv.prefix_index import BlockKey, Domain, PrefixIndex
 from batch_manager.kv.retention import priorities_of_blocks
 from batch_manager.loop.active_requests import ActiveRequests
+from batch_manager.loop.ngrams import NgramDrafter
 from batch_manager.names import LlmRequestState, SchedulerPolicy
 from batch_manager.requests.llm_request import LlmRequest
 from batch_manager.requests.retention import (
@@ -35,9 +37,14 @@ from batch_manager.scheduling.chunking import (
 from batch_manager.scheduling.interfaces import CapacityScheduler, MicroBatchScheduler, RequestList, schedulable
 from batch_manager.scheduling.micro_batch import TokenBudgetScheduler
 from batch_manager.scheduling.simple import SimpleScheduler
+from batch_manager.stats.statistics_table import ACCEPTED_AT
+from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.conformance.estimates import Estimates
+from tests.harness.client import Client
 from tests.harness.clock import VirtualClock
+from tests.harness.requests import request as tensor_request
 from tests.harness.scripted_adapters import adapter_of
+from tests.harness.world import make_loop
 
 DIVISIONS = {
     "FIRST_COME_FIRST_SERVED": first_come_first_served,
@@ -307,6 +314,39 @@ def chunk(config: dict, requests: list[dict], iterations: int) -> dict:
         all_positions.append([request.context_position for request in made])
     return {"chunks": all_chunks, "positions": all_positions,
             "final_draft_lengths": [request.draft_len for request in made]}
+
+
+# Drafts
+
+
+def draft_step(requests: list[dict]) -> dict:
+    """Verify drafts of clients with their prompts, in an engine with a scripted model, and count them.
+
+    The tokens of the scripted model stand for those that the model of the record generates.
+    """
+    most, client, texts = max(1, *(len(record["drafts"]) for record in requests)), Client(), []
+    loop = make_loop(client, max_draft_tokens=most, as_arrays=True)
+    for number, record in enumerate(requests):
+        text = ScriptedBackend.expected_tokens([number], len(record["model"]))
+        drafts = [token if draft == generated else token - 1 if token else 1
+                  for token, draft, generated in zip(text, record["drafts"], record["model"], strict=False)]
+        client.pending.append(tensor_request(number, [number], len(text) + 1, streaming=True, draft_input_ids=drafts))
+        texts.append(text)
+    loop.step(accept_new=True)
+    streamed = [client.streamed(number) for number in range(len(requests))]
+    assert all(tokens == text[:len(tokens)] for tokens, text in zip(streamed, texts, strict=True))
+    loop.step(accept_new=False)                        # drafts are counted when the next step is planned
+    counts = json.loads(client.stats[-1])
+    return {"yielded": [record["model"][:len(tokens)] for record, tokens in zip(requests, streamed, strict=True)],
+            "num_drafts": counts["Draft Steps"], "num_draft_tokens": counts["Draft Tokens"],
+            "num_accepted_tokens": counts["Accepted Draft Tokens"],
+            "accepted_per_position": [counts[f"{ACCEPTED_AT}{place}"] for place in range(1, most + 1)]}
+
+
+def ngram_proposal(config: dict, tokens: list[int]) -> dict:
+    drafter = NgramDrafter(config["prompt_lookup_min"], config["prompt_lookup_max"])
+    (drafts,) = drafter.propose([LlmRequest(0, tokens, 1)], [config["num_speculative_tokens"]])
+    return {"drafts": list(drafts)}
 
 
 # Whole runs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-RECORDS = {1: 248, 2: 251}
+RECORDS = {1: 268, 2: 271}
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -48,6 +48,10 @@ def run(adapter, record: dict, level: int) -> list[str]:
         found = adapter.request_pause(record["request"], record["steps"])
     elif kind == "request_order":
         found = adapter.request_order(record["requests"])
+    elif kind == "draft_step":
+        found = adapter.draft_step(record["requests"])
+    elif kind == "ngram_proposal":
+        found = adapter.ngram_proposal(config, record["tokens"])
     elif kind == "kv_fill":
         found = adapter.kv_fill(config, record["prompt_len"], record["tokens_to_add"], record["mode"])
     elif kind == "retention_map":
