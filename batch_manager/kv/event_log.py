@@ -4,7 +4,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from os import urandom
 from typing import Any
 
@@ -12,63 +11,26 @@ from ..contained_log import RateLimitedLog
 from ..kv_events import KvBlock, KvEvent, as_number, block_hash, root_hash
 from .eviction import DEFAULT_PRIORITY
 from .kv_cache_manager import KvCacheManager
-from .prefix_index import BlockKey, Domain, PrefixNode
+from .prefix_index import Domain, PrefixNode, Told
 
-
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A block that can be found, with its last known level and priority.
-
-    parent   the block before it; None: it is the first
-    domain   that of its prompts
-    digest   names it in events; None: not computed yet
-    """
-
-    key: BlockKey
-    parent: "_Block | None"
-    domain: Domain
-    lora_task_id: int | None
-    cache_level: int
-    priority: int
-    digest: bytes | None = None
-
-    @property
-    def state(self) -> "_State":
-        return self, self.cache_level, self.priority
-
-    def digest_with(self, secret: bytes) -> bytes:
-        """Return the digest. The first call, in any thread, computes it, and those of all blocks before this one."""
-        unnamed: list[_Block] = []
-        block: _Block | None = self
-        while block is not None and block.digest is None:
-            unnamed.append(block)
-            block = block.parent
-        digest = None if block is None else block.digest
-        if digest is None:
-            digest = root_hash(secret, *self.domain)
-        for block in reversed(unnamed):
-            digest = block.digest = block_hash(secret, digest, block.key.tokens, block.key.extra_ids)
-        return digest
-
-
-_State = tuple[_Block, int, int]               # a block, and its level and priority at one time
-
-
-@dataclass(slots=True)
-class _Draft:
-    """What an event is made of."""
-
-    kind: str
-    blocks: list[_State] = field(default_factory=list)
-    previous: _State | None = None
-    number: int = -1
+_State = tuple[PrefixNode, Told]               # a block, and its level, priority and adapter at one time
+# What an event is made of: its kind, the blocks, and with "updated" the block before. The blocks of "removed" are nodes
+# alone, parents first, which do not change any more. Tuples, because objects of a class cost the worker more.
+_Draft = tuple[str, Sequence[Any], _State | None]
 
 
 class _Events(Sequence[KvEvent]):
-    """Events that are made when they are read first, in the reader's thread, because names are digests of tokens."""
+    """Events that are made when they are read first, in the reader's thread, because names are digests of tokens.
 
-    def __init__(self, drafts: Sequence[_Draft], make: Callable[[_Draft], KvEvent]) -> None:
-        self._drafts, self._make = drafts, make
+    first   number of the first event
+    step    0: all have this number; 1: it rises
+    """
+
+    __slots__ = ("_drafts", "_first", "_step", "_make", "_made")
+
+    def __init__(self, drafts: Sequence[_Draft], first: int, make: Callable[[int, _Draft], KvEvent],
+                 step: int = 1) -> None:
+        self._drafts, self._first, self._step, self._make = drafts, first, step, make
         self._made: list[KvEvent] | None = None
 
     def __len__(self) -> int:
@@ -85,7 +47,8 @@ class _Events(Sequence[KvEvent]):
 
     def _events(self) -> list[KvEvent]:
         if self._made is None:
-            self._made = list(map(self._make, self._drafts))
+            self._made = [self._make(self._first + self._step * place, draft)
+                          for place, draft in enumerate(self._drafts)]
         return self._made
 
 
@@ -111,12 +74,15 @@ class EventLog:
         self._cache, self._pool, self._window = cache_of.cache, cache_of.pool, cache_of.window
         self._key = urandom(64) if key is None else key
         self._with_tokens = with_tokens
-        self._blocks: dict[PrefixNode, _Block] = {}          # of all nodes, parents before their children
         self._num_blocks = cache_of.num_blocks, self._cache.host.num_blocks
         self.num_events = self.num_dropped = 0
-        self._drafts = [_Draft("created")]                   # without numbers
-        self._numbered: list[_Draft] = []                    # and not collected
-        self._most_kept, self._kept, self._one_at_a_time = most_kept, deque[_Draft](), threading.Lock()
+        self._drafts: list[_Draft] = [("created", (), None)]             # not collected
+        self._num_numbered = 0                               # of them, the ones that `num_events` counts
+        self._last: PrefixNode | None = None                 # of the newest draft, if that is "stored"
+        self._stored: list[_State] = []                      # its blocks
+        self._in_pool: Told = (0, DEFAULT_PRIORITY, None)    # what is told of most blocks
+        self._most_kept, self._kept = most_kept, deque[tuple[int, _Draft]]()
+        self._one_at_a_time = threading.Lock()
         self._log = log
         self.lora_task_id: int | None = None
         self._cache.events = self._cache.index.observer = self
@@ -133,62 +99,61 @@ class EventLog:
 
     # What the prefix index and the pool tell.
 
-    def stored(self, node: PrefixNode, domain: Domain | None) -> None:
-        assert node.parent is not None
-        parent, lora_task_id = self._blocks.get(node.parent), self.lora_task_id
-        if domain is None:
-            assert parent is not None
-            domain, lora_task_id = parent.domain, parent.lora_task_id
-        level = 0 if node.host_id is None else 1
-        priority = self._priority(node) if self._pool.has_priorities else DEFAULT_PRIORITY
-        block = self._blocks[node] = _Block(node.key, parent, domain, lora_task_id, level, priority)
-        last = self._drafts[-1] if self._drafts else None
-        if parent is None or last is None or last.kind != "stored" or last.blocks[-1][0] is not parent:
-            last = _Draft("stored")
-            self._drafts.append(last)
-        last.blocks.append((block, level, priority))
+    def stored(self, node: PrefixNode) -> None:
+        told = self._in_pool
+        if node.host_id is not None or self._pool.has_priorities or told[2] != self.lora_task_id:
+            told = self._told(node)
+        node.told = told
+        if node.parent is self._last:
+            self._stored.append((node, told))
+        else:
+            self._stored = [(node, told)]
+            self._drafts.append(("stored", self._stored, None))
+        self._last = node
 
     def moved(self, node: PrefixNode) -> None:
-        block = self._blocks[node]
-        self._update(block, 0 if node.host_id is None else 1, block.priority)
+        self._update(node, 0 if node.host_id is None else 1, node.told[1])
 
     def removed(self, nodes: Sequence[PrefixNode]) -> None:
-        self._drafts.append(_Draft("removed", [self._blocks.pop(node).state for node in reversed(nodes)]))
+        self._drafts.append(("removed", nodes, None))
+        self._last = None
 
     def _priority_changed(self, block_id: int, priority: int) -> None:
         node = self._cache.index.of_block(block_id)
-        if node is not None and (block := self._blocks[node]).priority != priority:
-            self._update(block, block.cache_level, priority)
+        if node is not None and node.told[1] != priority:
+            self._update(node, node.told[0], priority)
 
-    def _priority(self, node: PrefixNode) -> int:
-        if node.block_id is not None:
-            return self._pool.priority(node.block_id)
-        assert node.host_id is not None
-        return self._cache.host.priority(node.host_id)
+    def _told(self, node: PrefixNode) -> Told:
+        """Return what is to be told of a new block."""
+        self._in_pool = 0, DEFAULT_PRIORITY, self.lora_task_id
+        if node.host_id is not None:
+            return 1, self._cache.host.priority(node.host_id), self.lora_task_id
+        assert node.block_id is not None
+        return 0, self._pool.priority(node.block_id), self.lora_task_id
 
-    def _update(self, block: _Block, level: int, priority: int) -> None:
-        previous = block.state
-        block.cache_level, block.priority = level, priority
-        self._drafts.append(_Draft("updated", [block.state], previous))
+    def _update(self, node: PrefixNode, level: int, priority: int) -> None:
+        previous, node.told = node.told, (level, priority, node.told[2])
+        self._drafts.append(("updated", [(node, node.told)], (node, previous)))
+        self._last = None
 
     # What the loop and the user take.
 
     def collect(self) -> Sequence[KvEvent]:
         """Return the events since the last call."""
+        drafts = self._drafts
+        if not drafts:
+            return ()
         self._number()
-        drafts, self._numbered = self._numbered, []
-        return _Events(drafts, self._event)
+        self._drafts, self._num_numbered = [], 0
+        return _Events(drafts, self.num_events - len(drafts), self._event)
 
     def _number(self) -> None:
         """Number the changes so far, and keep them for `take_kept`."""
-        drafts, self._drafts = self._drafts, []
-        for number, draft in enumerate(drafts, self.num_events):
-            draft.number = number
-        self.num_events += len(drafts)
-        self._numbered += drafts
-        if self._most_kept:
+        first, new = self.num_events, len(self._drafts) - self._num_numbered
+        self.num_events, self._num_numbered, self._last = first + new, len(self._drafts), None
+        if self._most_kept and new:
             with self._one_at_a_time:
-                self._kept.extend(drafts)
+                self._kept.extend(enumerate(self._drafts[-new:], first))
                 too_many = max(len(self._kept) - self._most_kept, 0)
                 for _ in range(too_many):
                     self._kept.popleft()
@@ -201,7 +166,7 @@ class EventLog:
         """Return the collected events that no call has returned yet, at most `most_kept`, the newest ones."""
         with self._one_at_a_time:
             kept, self._kept = self._kept, deque()
-        return list(map(self._event, kept))
+        return [self._event(*numbered) for numbered in kept]
 
     def snapshot(self) -> Sequence[KvEvent]:
         """Return events that say what can be found now, to a subscriber that goes on with the event after them.
@@ -210,28 +175,55 @@ class EventLog:
         that they replace.
         """
         self._number()
-        newest = self.num_events - 1
-        drafts = [_Draft("created", number=newest)]
-        for block in self._blocks.values():
-            last = drafts[-1].blocks
-            if not last or last[-1][0] is not block.parent:
-                last = []
-                drafts.append(_Draft("stored", last, number=newest))
-            last.append(block.state)
-        return _Events(drafts, self._event)
+        drafts: list[_Draft] = [("created", (), None)]
+        blocks: list[_State] = []
+        for node in self._cache.index:
+            if not blocks or blocks[-1][0] is not node.parent:
+                blocks = []
+                drafts.append(("stored", blocks, None))
+            blocks.append((node, node.told))
+        return _Events(drafts, self.num_events - 1, self._event, 0)
 
-    def _event(self, draft: _Draft) -> KvEvent:
-        return KvEvent(draft.number, draft.kind, self._window.size, self._cache.tokens_per_block,
-                       tuple(map(self._block, draft.blocks)),
-                       None if draft.previous is None else self._block(draft.previous),
-                       self._num_blocks if draft.kind == "created" else (), self._window.slides)
+    # What a reader makes of it, in any thread.
 
-    def _block(self, state: _State) -> KvBlock:
-        block, level, priority = state
-        key, parent = block.key, block.parent
-        shows = self._with_tokens and block.domain.cache_salt is None
+    def _event(self, number: int, draft: _Draft) -> KvEvent:
+        kind, blocks, previous = draft
+        if kind == "removed":
+            blocks = [(node, node.told) for node in reversed(blocks)]
+        shows = self._with_tokens and bool(blocks) and _domain_of(blocks[0][0]).cache_salt is None
+        return KvEvent(number, kind, self._window.size, self._cache.tokens_per_block,
+                       tuple([self._block(node, told, shows) for node, told in blocks]),
+                       None if previous is None else self._block(*previous, shows),
+                       self._num_blocks if kind == "created" else (), self._window.slides)
+
+    def _block(self, node: PrefixNode, told: Told, shows: bool) -> KvBlock:
+        """Return a block of an event. `shows` says whether with its tokens."""
+        key, parent = node.key, node.parent
+        assert parent is not None                            # only roots have none, which are no blocks
+        level, priority, lora_task_id = told
         return KvBlock(
-            as_number(block.digest_with(self._key)),
-            None if parent is None else as_number(parent.digest_with(self._key)),
-            key.tokens if shows else None, key.extra_ids if shows else None, level, priority, block.lora_task_id,
+            as_number(self._name(node)), None if parent.domain is not None else as_number(self._name(parent)),
+            key.tokens if shows else None, key.extra_ids if shows else None, level, priority, lora_task_id,
             len(key.tokens) == self._cache.tokens_per_block)
+
+    def _name(self, node: PrefixNode) -> bytes:
+        """Return the digest of a node. The first call computes it, and those of all blocks before this one."""
+        unnamed, name = [], node.name
+        while name is None:
+            if node.domain is not None:
+                name = root_hash(self._key, *node.domain)
+                break
+            unnamed.append(node)
+            assert node.parent is not None
+            node = node.parent
+            name = node.name
+        for below in reversed(unnamed):
+            name = below.name = block_hash(self._key, name, below.key.tokens, below.key.extra_ids)
+        return name
+
+
+def _domain_of(node: PrefixNode) -> Domain:
+    while node.domain is None:
+        assert node.parent is not None
+        node = node.parent
+    return node.domain

@@ -14,6 +14,7 @@ from ..kv_events import block_hash, root_hash
 DIGEST_BITS = 256
 
 Content = tuple[Any, ...]    # tokens, or pairs of a token and its extra id; comparable within one tree
+Told = tuple[int, int, int | None]             # cache level, retention priority, task id of an adapter
 
 
 class Domain(NamedTuple):
@@ -40,15 +41,23 @@ class BlockKey(NamedTuple):
 class PrefixNode:
     """A node of the index: the content of one cached block, which is in the pool or in the host pool.
 
+    parent     the node of the block before it; the root of the domain for a first block; None for a root
+    domain     of a root; None for other nodes
     block_id   block of the content in the pool, or None
     host_id    host block of the content, or None
+    told       what events have told last about the node, see EventLog; set by an observer
+    name       the digest that names it in events; None: not computed yet
     """
 
-    __slots__ = ("key", "parent", "children", "block_id", "host_id", "_in_order", "_contents")
+    __slots__ = ("key", "parent", "domain", "children", "block_id", "host_id", "told", "name", "_in_order", "_contents")
+    told: Told
 
-    def __init__(self, key: BlockKey, parent: "PrefixNode | None", block_id: int | None = None) -> None:
+    def __init__(self, key: BlockKey, parent: "PrefixNode | None", block_id: int | None = None,
+                 domain: Domain | None = None) -> None:
         self.key = key
         self.parent = parent
+        self.domain = domain
+        self.name: bytes | None = None
         self.block_id = block_id
         self.host_id: int | None = None
         self.children: dict[bytes, PrefixNode] = {}
@@ -93,11 +102,8 @@ class PrefixNode:
 class Observer(Protocol):
     """What is told of each change of an index, after it."""
 
-    def stored(self, node: PrefixNode, domain: Domain | None) -> None:
-        """The content of `node` can be found.
-
-        domain   if its parent is a root: the domain of that
-        """
+    def stored(self, node: PrefixNode) -> None:
+        """The content of `node` can be found."""
 
     def moved(self, node: PrefixNode) -> None:
         """The content of `node` is in another pool."""
@@ -121,7 +127,6 @@ class PrefixIndex:
         self._bits, self._size = digest_bits, (digest_bits + 7) // 8
         self.observer: Observer | None = None
         self._roots: dict[Domain, PrefixNode] = {}
-        self._domains: dict[PrefixNode, Domain] = {}         # root -> domain
         self.nodes: dict[int, PrefixNode] = {}
         self.num_nodes = 0
         self.version = 0
@@ -175,8 +180,7 @@ class PrefixIndex:
         """Return the root of a domain, created if necessary."""
         root = self._roots.get(domain)
         if root is None:
-            root = self._roots[domain] = PrefixNode(BlockKey(self.root_digest(domain), ()), None)
-            self._domains[root] = domain
+            root = self._roots[domain] = PrefixNode(BlockKey(self.root_digest(domain), ()), None, domain=domain)
         return root
 
     def insert(self, parent: PrefixNode, key: BlockKey, block_id: int | None,
@@ -195,7 +199,7 @@ class PrefixIndex:
         self.num_nodes += 1
         self.version += 1
         if self.observer is not None:
-            self.observer.stored(node, self._domains.get(parent))
+            self.observer.stored(node)
         return node
 
     def move(self, node: PrefixNode, block_id: int | None, host_id: int | None) -> None:
@@ -229,8 +233,8 @@ class PrefixIndex:
         return gone
 
     def drop_empty_root(self, node: PrefixNode) -> None:
-        if node in self._domains and not node.children:
-            del self._roots[self._domains.pop(node)]
+        if node.domain is not None and not node.children and self._roots.get(node.domain) is node:
+            del self._roots[node.domain]
 
     def faults(self) -> Iterator[str]:
         """Describe the inconsistencies of the trees."""

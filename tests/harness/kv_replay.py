@@ -61,7 +61,7 @@ class Replay:
             if node in self._hashes:
                 name = self._hashes[node]
             else:
-                above = hashes.get(parent) or root_hash(KEY, *index._domains[parent])
+                above = hashes.get(parent) or root_hash(KEY, *parent.domain)
                 name = block_hash(KEY, above, node.key.tokens, node.key.extra_ids)
             hashes[node] = name
             in_pool = node.host_id is None
