@@ -60,10 +60,10 @@ class GptDecoder:
     stages          the changes made to logits before sampling
     own_stages      custom stages, which run between the stages of `stages.default_stages`, see stages.py
     deterministic   True: the bits of a row do not depend on the other rows. On a CPU, torch splits work by the number
-                    of rows. The decoder therefore samples a row with a custom stage, a report or a test by ratios on
-                    its own, and processes the beams of each sequence separately; so it samples without `native`. The
-                    built-in stages, the compiled library, Triton's kernels and a plain argmax process rows
-                    independently in any case
+                    of rows. The decoder therefore samples a row with a custom stage or a test by ratios on its own,
+                    and processes the beams of each sequence separately; so it samples without `native`. The built-in
+                    stages, the compiled library, Triton's kernels and a plain argmax process rows independently in any
+                    case
     native          the library of compiled steps, which then computes the probabilities of sampled tokens; None: torch
     """
 
@@ -83,7 +83,7 @@ class GptDecoder:
         self._samples_any_dtype = dispatch.use_triton(device)
         self._one_by_one = deterministic and not dispatch.use_triton(device)
         # What `_one_by_one` is needed for.
-        self._singly = self.stages.bits_of(own_stages) | REPORTED | (0 if native else SAMPLES | LOG_PROBS)
+        self._singly = self.stages.bits_of(own_stages) | (0 if native else SAMPLES | LOG_PROBS)
         self._all_greedy: dict[str, Any] = {}
         self._beam_kernel = dispatch.kernel("beam_topk", device)
 
@@ -122,7 +122,7 @@ class GptDecoder:
         if logits_rows.features & GENERATION_LOGITS:    # copied before the logits are changed
             asked, returned = generation_logits(logits, logits_rows)
         if logits_rows.features & RAW_LOG_PROBS:        # computed before the logits are changed
-            raw = self._raw_log_probs(logits, logits_rows)
+            raw = raw_log_probs(logits, logits_rows, self._one_by_one)
         if logits_rows.features & POST_PROCESSED:
             post_processed = self._post_processors.apply(logits, slots, drafts)
         if logits_rows.features & BEAMS:
@@ -132,14 +132,16 @@ class GptDecoder:
                                  self._find_candidates(beam_rows.beam_logits(logits), beam_rows))
             logits = beam_rows.single_logits(logits)
             logits_rows = LogitsRows(beam_rows.singles, self.state, self.history)
-        if (self._one_by_one and len(logits_rows) > 1
-                and (ratio is not None or logits_rows.features & self._singly)):
-            sampled = self._sample_one_by_one(logits, logits_rows, raw, ratio)
-        else:
-            sampled = self._stage_and_sample(logits, logits_rows, raw, ratio)
+        alone = self._one_by_one and len(logits_rows) > 1 and (
+            ratio is not None or logits_rows.features & self._singly != 0)
+        sampled = (self._sample_one_by_one if alone else self._stage_and_sample)(logits, logits_rows, ratio)
+        log_probs, top = sampled.log_probs, None
+        if logits_rows.features & REPORTED:
+            top = report(logits, logits_rows, sampled.tokens, log_probs, raw, self._beam_kernel, self._one_by_one)
+        if log_probs is not None and not logits_rows.active(LOG_PROBS).all():
+            log_probs = torch.where(logits_rows.column("return_log_probs") != 0, log_probs, 0)
         return SampledStep(slots, logits_rows, sampled.tokens, self._finish(sampled.tokens, logits_rows),
-                           sampled.finite, sampled.log_probs, sampled.emptied, post_processed, asked, returned,
-                           sampled.top, beams)
+                           sampled.finite, log_probs, sampled.emptied, post_processed, asked, returned, top, beams)
 
     def sample_largest(self, tokens: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> SampledStep:
         """Return the result of `sample`, computed from the largest logits alone.
@@ -228,17 +230,8 @@ class GptDecoder:
         # For rows that stages changed, take `finite` from before the stages: bans may leave a beam no continuation.
         return *found, has_finite if finite is None else finite.where(rows.device_is_changed, has_finite)
 
-    def _raw_log_probs(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
-        if not self._one_by_one:
-            return raw_log_probs(logits, rows)
-        return torch.cat([raw_log_probs(logits[row : row + 1].clone(), rows.part(slice(row, row + 1)))
-                          for row in np.flatnonzero(rows.active(RAW_LOG_PROBS)).tolist()])
-
-    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None,
-                          ratio: RatioRows | None) -> SampledTokens:
-        """Apply the stages to the rows, and sample a token for each row.
-
-        raw   `raw_log_probs` of the rows that asked for them; None: no row asked
+    def _stage_and_sample(self, logits: torch.Tensor, rows: LogitsRows, ratio: RatioRows | None) -> SampledTokens:
+        """Apply the stages to the rows, and sample a token for each row. Log-probs of rows with a report are undefined.
         """
         given = None
         if rows.features & STAGES:
@@ -249,21 +242,15 @@ class GptDecoder:
             tokens, _, finite = self._sample_token(logits, **self._greedy(len(logits)))
             log_probs = None
         else:
-            wants_log_prob = rows.active(LOG_PROBS)
             tokens, log_probs, finite = self._sample_token(
                 logits, position=rows.device_positions.int(),
-                wants_log_prob=torch.from_numpy(wants_log_prob & ~rows.active(REPORTED)),
+                wants_log_prob=torch.from_numpy(rows.active(LOG_PROBS) & ~rows.active(REPORTED)),
                 **{argument: rows.column(name) for name, argument in SAMPLED_BY.items()})
             if not rows.features & LOG_PROBS:
                 log_probs = None
         if ratio is not None:
             self._decide_by_ratio(logits, rows, ratio, tokens, finite, log_probs)
-        top = None
-        if rows.features & REPORTED:
-            top = report(logits, rows, tokens, log_probs, raw, self._beam_kernel)
-        if log_probs is not None and not wants_log_prob.all():
-            log_probs = torch.where(rows.column("return_log_probs") != 0, log_probs, 0)
-        return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite, top)
+        return SampledTokens(tokens, finite, log_probs, None if given is None else given & ~finite)
 
     def _decide_by_ratio(self, logits: torch.Tensor, rows: LogitsRows, ratio: RatioRows, tokens: torch.Tensor,
                          finite: torch.Tensor, log_probs: torch.Tensor | None) -> None:
@@ -304,22 +291,20 @@ class GptDecoder:
             self._all_greedy["only_greedy"] = True
         return self._all_greedy
 
-    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, raw: torch.Tensor | None,
-                           ratio: RatioRows | None) -> SampledTokens:
+    def _sample_one_by_one(self, logits: torch.Tensor, rows: LogitsRows, ratio: RatioRows | None) -> SampledTokens:
         """Apply the stages and sample so that the bits of a row do not depend on the other rows.
 
         Each row that torch computes is sampled separately. The rows between two of these are sampled together.
-        Log-probs are 0 in rows that did not ask for them.
         """
         is_single = rows.active(self._singly)
         if ratio is not None:
             is_single[ratio.rows] = True
-        has_raw = rows.active(RAW_LOG_PROBS)
-        raw_parts = iter(() if raw is None else raw.split(1))
         # A part starts at each single row and after it.
-        starts = np.flatnonzero(is_single | np.append(True, is_single[:-1])).tolist()
-        return SampledTokens.joined([
-            self._stage_and_sample(logits[first:end].clone(), rows.part(slice(first, end)),
-                                   next(raw_parts).clone() if has_raw[first] else None,
-                                   None if ratio is None else ratio.part(first))
-            for first, end in pairwise([*starts, len(rows)])])
+        starts, parts = np.flatnonzero(is_single | np.append(True, is_single[:-1])).tolist(), []
+        for first, end in pairwise([*starts, len(rows)]):
+            part = logits[first:end].clone()
+            parts.append(self._stage_and_sample(part, rows.part(slice(first, end)),
+                                                None if ratio is None else ratio.part(first)))
+            if rows.features & REPORTED:                    # a report reads the logits after the stages
+                logits[first:end] = part
+        return SampledTokens.joined(parts)

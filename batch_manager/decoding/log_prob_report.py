@@ -5,13 +5,14 @@ token of the vocabulary in memory. The log-probability of the sampled token is t
 with the report to the bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..handover import TopLogProbs
+from ..triton_kernels.cpu.fixed_pieces import row_by_row
 from .logits_rows import LogitsRows
 from .slots import RAW_LOG_PROBS, TOP_LOG_PROBS
 
@@ -32,18 +33,6 @@ class TopRows:
     counts: list[int]
     tensors: dict[str, torch.Tensor]
 
-    @staticmethod
-    def joined(parts: "Sequence[TopRows | None]") -> "TopRows | None":
-        """Concatenate the rows of several reports, each None if it has no rows. Returns None if all are None."""
-        parts = [part for part in parts if part is not None]
-        if not parts:
-            return None
-        most = max(max(part.counts) for part in parts)
-        tensors = {name: torch.cat([torch.nn.functional.pad(part.tensors[name], (0, most - max(part.counts)))
-                                    for part in parts]) for name in parts[0].tensors}
-        return TopRows([slot for part in parts for slot in part.slots],
-                       [count for part in parts for count in part.counts], tensors)
-
     def by_slot(self, arrays: Mapping[str, np.ndarray]) -> dict[int, TopLogProbs]:
         """Return slot -> likeliest tokens of the slot's rows, which are contiguous, with their log-probs.
 
@@ -56,37 +45,45 @@ class TopRows:
                 for start, stop in zip(starts, [*starts[1:], len(self.slots)])}
 
 
-def log_distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def log_distribution(logits: torch.Tensor, temperature: torch.Tensor, one_by_one: bool = False) -> torch.Tensor:
     """Return log_softmax(logits / temperature); a temperature of 0 counts as 1.
 
-    Shapes    logits [n, vocab] float32; temperature [n] float32
-    Mutates   logits
+    one_by_one   the bits of a row do not depend on the other rows; for a CPU
+    Shapes       logits [n, vocab] float32; temperature [n] float32
+    Mutates      logits
     """
     divisor = temperature.where(temperature != 0, 1)
     # The dividend is at most 0, so a small temperature cannot give +inf.
-    return logits.sub_(logits.amax(1, keepdim=True)).div_(divisor[:, None]).log_softmax(1)
+    logits.sub_(logits.amax(1, keepdim=True)).div_(divisor[:, None])
+    return row_by_row(_log_softmax, logits) if one_by_one else _log_softmax(logits)
 
 
-def raw_log_probs(logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(1)
+
+
+def raw_log_probs(logits: torch.Tensor, rows: LogitsRows, one_by_one: bool) -> torch.Tensor:
     """Return [q, vocab] float32: log_softmax of the model's logits, for the q rows that asked for raw log-probs.
 
-    logits   [r, vocab] before post-processors and stages; not changed
+    logits       [r, vocab] before post-processors and stages; not changed
+    one_by_one   as for `log_distribution`
     """
     (asked,) = rows.send([np.flatnonzero(rows.active(RAW_LOG_PROBS))])
     own = logits[asked].float()
-    return log_distribution(own, torch.ones(len(own), dtype=torch.float32, device=own.device))
+    return log_distribution(own, torch.ones(len(own), dtype=torch.float32, device=own.device), one_by_one)
 
 
 def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_probs: torch.Tensor | None,
-           raw: torch.Tensor | None, beam_topk: Callable) -> TopRows | None:
+           raw: torch.Tensor | None, beam_topk: Callable, one_by_one: bool) -> TopRows | None:
     """Return the likeliest tokens of the rows that asked for them; None if no row asked.
 
-    logits      [r, vocab], after the stages
-    tokens      [r], the sampled tokens
-    log_probs   [r] float32, the log-probs of the sampled tokens; None: no request asked for log-probs
-    raw         [q, vocab] float32: the result of `raw_log_probs`, for the q rows that asked for raw log-probs; None: no
-                row asked
-    Mutates     log_probs, in the rows that asked for likeliest tokens or raw log-probs
+    logits       [r, vocab], after the stages
+    tokens       [r], the sampled tokens
+    log_probs    [r] float32, the log-probs of the sampled tokens; None: no request asked for log-probs
+    raw          [q, vocab] float32: the result of `raw_log_probs`, for the q rows that asked for raw log-probs; None:
+                 no row asked
+    one_by_one   as for `log_distribution`
+    Mutates      log_probs, in the rows that asked for likeliest tokens or raw log-probs
     """
     asked = np.flatnonzero(rows.active(REPORTED))
     is_top, is_raw = rows.active(TOP_LOG_PROBS)[asked], rows.active(RAW_LOG_PROBS)[asked]
@@ -96,7 +93,8 @@ def report(logits: torch.Tensor, rows: LogitsRows, tokens: torch.Tensor, log_pro
     if is_raw.all():
         distribution = raw
     else:
-        distribution = log_distribution(logits[device_asked].float(), rows.column("temperature")[device_asked])
+        distribution = log_distribution(logits[device_asked].float(), rows.column("temperature")[device_asked],
+                                        one_by_one)
         if raw is not None:
             distribution[device_raw] = raw
     if log_probs is not None:

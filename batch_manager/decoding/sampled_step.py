@@ -29,7 +29,6 @@ class SampledTokens:
     finite: torch.Tensor
     log_probs: torch.Tensor | None
     emptied: torch.Tensor | None
-    top: TopRows | None
 
     @staticmethod
     def joined(parts: "Sequence[SampledTokens]") -> "SampledTokens":
@@ -43,8 +42,7 @@ class SampledTokens:
             return torch.cat([known.new_zeros(len(part.tokens)) if value is None else value
                               for part, value in zip(parts, values)])
 
-        return SampledTokens(column("tokens"), column("finite"), column("log_probs"), column("emptied"),
-                             TopRows.joined([part.top for part in parts]))
+        return SampledTokens(column("tokens"), column("finite"), column("log_probs"), column("emptied"))
 
 
 @dataclass(slots=True, eq=False)

@@ -26,6 +26,7 @@ from batch_manager import (
 from batch_manager.clock import SystemClock
 from batch_manager.layers.context import LayerContext
 from batch_manager.models.registry import find_model
+from batch_manager.responses.tensors import TOP_TENSORS
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.runtime.device.running import CapturedGraph
@@ -398,7 +399,7 @@ def outcome_of(tensors: dict[str, np.ndarray]) -> Outcome:
     return Outcome(tuple(tensors["output_ids"][0, 0][:length].tolist()), *(
         b"".join(tensors[name].tobytes() for name in names if name in tensors) for names in (
             ["output_log_probs"], ["generation_logits"], ["context_logits"],
-            ["output_ids", "sequence_length", "cum_log_probs", "finish_reason"])))
+            ["output_ids", "sequence_length", "cum_log_probs", "finish_reason", *TOP_TENSORS])))
 
 
 @dataclass(frozen=True)
@@ -421,7 +422,9 @@ SAMPLINGS = ({}, {"runtime_top_p": 0.9, "temperature": 0.8}, {"runtime_top_k": 4
              {"runtime_top_p": 1.0, "temperature": 1.5}, {"runtime_top_k": 100, "runtime_top_p": 0.7},
              {"runtime_top_p": 0.95, "runtime_min_p": 0.02, "repetition_penalty": 1.3},
              {"runtime_top_p": 0.9, "runtime_top_p_decay": 0.9, "runtime_top_p_min": 0.3, "frequency_penalty": 0.4},
-             {"presence_penalty": 0.7, "no_repeat_ngram_size": 2, "min_length": 3})
+             {"presence_penalty": 0.7, "no_repeat_ngram_size": 2, "min_length": 3},
+             {"runtime_top_p": 0.9, "return_top_log_probs": 3},
+             {"temperature": 1.3, "raw_log_probs": True, "return_top_log_probs": 2})
 
 
 def draw_ask(draw: random.Random, vocab: int, block: int, longest: int = 100) -> Ask:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batch_manager.decoding.decoder import GptDecoder
+from batch_manager.decoding.logits_stage import LogitsStage
 from batch_manager.decoding.slots import SamplingRows, SlotState
 from batch_manager.handover import SlotSetup
 from batch_manager.sampling_config import SamplingConfig
@@ -42,8 +43,18 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+class Sharpen(LogitsStage):
+    """A stage of a user, for requests with an id, whose bits depend on the number of rows."""
+
+    def is_active(self, setup):
+        return setup.request_id > 0
+
+    def apply(self, logits, rows, active):
+        logits.add_(logits.softmax(1).sum() * len(logits))
+
+
 def together_and_alone(deterministic, native=None, setups=SETUPS):
-    decoder = GptDecoder(SlotState(ROWS, torch.device("cpu")), deterministic=deterministic, native=native)
+    decoder = GptDecoder(SlotState(ROWS, torch.device("cpu")), [Sharpen()], deterministic, native)
     decoder.set_up(enumerate(setups))
     logits = 3 * torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(0))
 
@@ -56,6 +67,13 @@ def together_and_alone(deterministic, native=None, setups=SETUPS):
     return sample(range(ROWS)), [sample([slot]) for slot in range(ROWS)]
 
 
+def reports(step):
+    """Return (slot, ids, log-probs) of each report of the likeliest tokens."""
+    found = {} if step.top is None else step.top.by_slot(
+        {name: tensor.numpy() for name, tensor in step.tensors().items()})
+    return [(slot, top.ids.tolist(), top.log_probs.tolist()) for slot, top in found.items()]
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_rows_are_sampled_as_if_each_were_the_step(two_threads, is_compiled):
     together, alone = together_and_alone(deterministic=True, native=load_library() if is_compiled else None)
@@ -63,32 +81,29 @@ def test_rows_are_sampled_as_if_each_were_the_step(two_threads, is_compiled):
     assert together.finite.all() and together.finish.shape == (ROWS,)
     assert torch.equal(together.log_probs[ASKED], torch.cat([alone[row].log_probs for row in ASKED]))
     assert together.log_probs[4] == 0 and alone[4].log_probs is None
-    top = together.top.by_slot({name: tensor.numpy() for name, tensor in together.tensors().items()})
-    assert list(top) == TOP
-    for slot, found in top.items():
-        expected = alone[slot].top.by_slot({name: tensor.numpy() for name, tensor in alone[slot].tensors().items()})
-        assert np.array_equal(found.ids, expected[slot].ids)
-        assert np.array_equal(found.log_probs, expected[slot].log_probs)
+    assert [slot for slot, *_ in reports(together)] == TOP
+    assert reports(together) == [report for step in alone for report in reports(step)]
 
 
 def test_compiled_code_samples_rows_at_once_as_if_each_were_the_step(two_threads, monkeypatch):
-    """So it needs no option, and rows of a step take no calls of their own, with stages or without."""
+    """So it needs no option, and rows of a step take no calls of their own, with stages and reports or without."""
     monkeypatch.setattr(GptDecoder, "_sample_one_by_one", None)
-    setups = [STAGED[row // 4 % 2] if row % 4 == 0 else replace(setup, top_log_probs=0, raw_log_probs=False)
-              for row, setup in enumerate(SETUPS)]
+    setups = [STAGED[row // 4 % 2] if row % 4 == 0 else setup for row, setup in enumerate(SETUPS)]
     for deterministic in (False, True):
         together, alone = together_and_alone(deterministic, load_library(), setups)
         assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]
         asked = [row for row, setup in enumerate(setups) if setup.return_log_probs]
         assert torch.equal(together.log_probs[asked], torch.cat([alone[row].log_probs for row in asked]))
         assert together.emptied.tolist() == [False] * ROWS
+        assert not deterministic or reports(together) == [report for step in alone for report in reports(step)]
 
 
 def test_only_the_rows_that_torch_computes_take_calls_of_their_own(two_threads, monkeypatch):
     calls, sample = [], GptDecoder._stage_and_sample
     monkeypatch.setattr(GptDecoder, "_stage_and_sample",
                         lambda self, logits, *more: calls.append(len(logits)) or sample(self, logits, *more))
-    setups = [*[SETUPS[0]] * 5, SETUPS[7], *[SETUPS[2]] * 24, SETUPS[5], SETUPS[6]]
+    setups = [*[SETUPS[0]] * 5, replace(SETUPS[7], request_id=1), *[SETUPS[2]] * 24, replace(SETUPS[5], request_id=2),
+              SETUPS[6]]
     together, alone = together_and_alone(True, load_library(), setups)
     assert calls == [5, 1, 24, 1, 1, *[1] * ROWS]
     assert together.tokens.tolist() == [int(sampled.tokens) for sampled in alone]

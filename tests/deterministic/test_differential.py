@@ -13,9 +13,14 @@ import torch
 
 from batch_manager import GptManager, KvCacheConfig, SchedulerPolicy, TrtGptModelOptionalParams, TrtGptModelType
 
+IN_TORCH = {"cpu_compile": False}
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "olmo2", "austen-4m"]
-CASES = [(family, dtype, None) for family in FAMILIES for dtype in ("float32", "bfloat16")]
-CASES += [("gpt2", "float32", False), ("gemma3", "bfloat16", False), ("llama", "float16", False)]      # in torch
+# Each family in one dtype at least, and what has products or a cache of its own.
+CASES = [(family, dtype, {}) for family in FAMILIES for dtype in ("float32", "bfloat16")
+         if (family, dtype) not in {("mistral", "bfloat16"), ("gpt_neox", "float32"), ("olmo2", "bfloat16")}]
+CASES += [("qwen2_moe", "bfloat16", {}), ("llama", "bfloat16", {"quantization": "int4"}),
+          ("qwen3", "float32", {"kv_cache_options": {"kv_cache_dtype": "fp8_e4m3"}}),
+          ("gpt2", "float32", IN_TORCH), ("gemma3", "bfloat16", IN_TORCH), ("llama", "float16", IN_TORCH)]
 RUNS, ASKS = 4, 6
 assert len(CASES) * RUNS * ASKS >= 300          # pairs
 BLOCK = 16
@@ -34,9 +39,9 @@ def laboratory(laboratory):
     return partial(laboratory, tokens_per_block=BLOCK)
 
 
-@pytest.mark.parametrize(("family", "dtype", "compiled"), CASES)
-def test_company_chunks_pauses_layouts_and_overlap_do_not_show(differential, laboratory, family, dtype, compiled):
-    lab = laboratory(family, dtype=dtype, cpu_compile=compiled)
+@pytest.mark.parametrize(("family", "dtype", "options"), CASES)
+def test_company_chunks_pauses_layouts_and_overlap_do_not_show(differential, laboratory, family, dtype, options):
+    lab = laboratory(family, dtype=dtype, **options)
     for asks, circumstances in random_runs(differential, family, f"{family} {dtype}"):
         assert lab.differences(asks, circumstances) == {}, circumstances
     assert lab.num_pauses > 0
