@@ -30,7 +30,7 @@ class EngineInfo:
     not_captured      why steps are not captured as CUDA graphs and replayed, for example "the device is cpu" or
                       "cuda_graphs is False"; "" if they are, and if a custom backend does not state it
     absent            name of each form of a step that the engine lacks -> the reason, see docs/steps.md
-    kv_cache_dtype    of keys and values in the KV cache: "auto" is `dtype`; "fp8_e4m3"
+    kv_cache_dtype    of keys and values in the KV cache, by name: "bfloat16", "fp8_e4m3"
     """
 
     architecture: str
@@ -49,7 +49,7 @@ class EngineInfo:
     not_compiled: str = ""
     not_captured: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, hash=False)
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = ""
 
     @classmethod
     def of(cls, limits: Limits, backend: BackendInfo) -> "EngineInfo":
@@ -60,4 +60,5 @@ class EngineInfo:
             max_num_tokens=limits.max_num_tokens, max_beam_width=limits.max_beam_width, num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block, device=backend.device, dtype=backend.dtype,
             dispatch=backend.dispatch, not_compiled=backend.not_compiled, not_captured=backend.not_captured,
-            absent=dict(backend.absent), kv_cache_dtype=backend.kv_cache_dtype)
+            absent=dict(backend.absent),
+            kv_cache_dtype=backend.dtype if backend.kv_cache_dtype == "auto" else backend.kv_cache_dtype)

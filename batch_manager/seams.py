@@ -22,7 +22,7 @@ class BackendInfo:
     dispatch              what computes a step: "triton", "compiled", "torch", or a name that a custom backend chooses
     hidden_size           entries of a token's embedding; 0: no prompt-tuning embeddings
     device, dtype         by name, for logs and statistics
-    kv_cache_dtype        the KvCacheConfig.kv_cache_dtype that the pool has; "auto": that of `dtype`
+    kv_cache_dtype        of keys and values in the pool, by name: "bfloat16", "fp8_e4m3"; "auto": that of `dtype`
     attention_window      tokens that a token attends to, itself included, besides the first `sink_tokens`. Blocks
                           before the window are freed, except those of sink tokens. None: a token attends to all
                           tokens up to itself

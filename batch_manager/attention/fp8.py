@@ -23,10 +23,13 @@ class Fp8Numbers:
         self._table = codes.view(FP8).to(dtype)            # on a CPU, a table takes a fifth of torch's conversion
 
     def rounded(self, rows: torch.Tensor, key_scale: float = 1.0, value_scale: float = 1.0) -> torch.Tensor:
-        """Return `rows` [T, 2 * kv heads, head_size], keys and then values, divided by their scales, in e4m3."""
+        """Return `rows` [T, 2 * kv heads, head_size], keys and then values, divided by their scales, in e4m3.
+
+        The quotient is in float32.
+        """
         if (key_scale, value_scale) != (1.0, 1.0):
             half = rows.shape[1] // 2
-            rows = torch.cat([rows[:, :half] / key_scale, rows[:, half:] / value_scale], 1)
+            rows = torch.cat([rows[:, :half].float() / key_scale, rows[:, half:].float() / value_scale], 1)
         return rows.clamp(-LARGEST, LARGEST).to(FP8)       # without the clamp, torch turns larger numbers into NaN
 
     def widened(self, stored: torch.Tensor) -> torch.Tensor:

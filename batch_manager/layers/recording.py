@@ -355,12 +355,13 @@ class Recording:
         tables = (0, 0, 0)
         if rotary is not None:
             tables = (self.floats(rotary.cos), self.floats(rotary.sin), rotary.cos.shape[1])
-        self.add(ROTATE_AND_APPEND, [query, key, value], [layer, *tables])
+        scales = [_bits(how.key_scale), _bits(how.value_scale)]
+        self.add(ROTATE_AND_APPEND, [query, key, value], [layer, *tables, *scales])
         self._written(query)
         result = self.register(query.width)
-        self.add(ATTEND, [query, result], [layer, _bits(how.scale), _bits(how.softcap or 0.0), how.window or 0, sink,
-                                      slopes, _bits(how.alibi_bfloat16_factor or 0.0),
-                                      self.floats(sink_logits) if how.has_sink_logits else 0])
+        self.add(ATTEND, [query, result], [layer, _bits(how.scale * how.key_scale), _bits(how.softcap or 0.0),
+                                           how.window or 0, sink, slopes, _bits(how.alibi_bfloat16_factor or 0.0),
+                                           self.floats(sink_logits) if how.has_sink_logits else 0, scales[1]])
         return result
 
 

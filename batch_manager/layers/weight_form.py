@@ -62,6 +62,12 @@ def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
     return context.compiled_step and isinstance(stored, Dense) and stored.weight.dtype in COMPILED_TYPES
 
 
+def is_copied(context: LayerContext) -> bool:
+    """Whether `make_weight_form` copies a Dense matrix in the context's dtype, to pack it."""
+    return not dispatch.use_triton(context.device) and (
+        context.compiled_step and context.dtype in COMPILED_TYPES or _is_packed(context.device, context.dtype))
+
+
 def types_kept(context: LayerContext) -> Collection[str]:
     """Return the types of quantised blocks that layers multiply as a file has them."""
     is_whole = context.split.size == 1                 # blocks do not end where the part of a process does
@@ -179,13 +185,13 @@ def _row_by_row(stored: Dense, context: LayerContext) -> WeightForm | None:
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight packed for oneDNN if packing is supported and faster, else the weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    return torch.ops.mkldnn._reorder_linear_weight(weight) if _is_packed(weight.device, weight.dtype) else weight
+
+
+def _is_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 # Type of a stored matrix -> makers of its forms. The first maker that returns a form decides.

@@ -13,7 +13,7 @@ from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
-from ..config import FP8_CACHE, MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
+from ..config import MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
@@ -49,7 +49,7 @@ from .device.running import (
 from .forms.fixed.inputs import can_bind
 from .forms.fixed.shapes import NO_SIZES, mixed_sizes
 from .forms.table import Asked, make_forms, wanted_forms
-from .kv_pool import block_operations, make_host_pool, make_kv_pool, pool_dtype
+from .kv_pool import block_operations, kv_cache_dtype_of, make_host_pool, make_kv_pool, pool_dtype
 from .memory_plan import EngineSizes, divide_memory, refuse_too_many_slots
 from .native_backend import NativeBackend
 from .operations import Operations
@@ -183,7 +183,7 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: Ma
         tokens_per_block=parts.tokens_per_block, num_slots=parts.num_slots, dispatch=dispatch,
         hidden_size=loaded.spec.hidden_size, device=device_name(device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        kv_cache_dtype="auto" if parts.pool.dtype == loaded.dtype else FP8_CACHE,
+        kv_cache_dtype=kv_cache_dtype_of(parts.pool.dtype),
         attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
         host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
         max_draft_tokens=MAX_DRAFT_TOKENS,
@@ -307,7 +307,8 @@ def refuse_fp8_cache(asked: Asked) -> None:
               f"the kernels on {asked.device} are Triton's" if asked.has_triton else "")
     if kind != "auto" and reason:
         raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kind!r}, but {reason}",
-                          "expected attention in torch, which alone reads FP8", "leave kv_cache_dtype out")
+                          "expected attention in torch or in compiled code, which alone read FP8",
+                          "leave kv_cache_dtype out")
 
 
 def refuse_without_compiled_steps(quantization: str, absent: Mapping[str, str]) -> None:

@@ -25,6 +25,11 @@ def pool_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return FP8 if kv_cache_dtype == FP8_CACHE else dtype
 
 
+def kv_cache_dtype_of(dtype: torch.dtype) -> str:
+    """Return the name of the dtype of a pool, for BackendInfo."""
+    return FP8_CACHE if dtype == FP8 else str(dtype).removeprefix("torch.")
+
+
 def block_bytes(spec: ModelSpec, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
     return math.prod(_block_shape(spec, tokens_per_block)) * dtype.itemsize

@@ -23,7 +23,7 @@ import torch
 from ..config import KvCacheConfig, TrtGptModelOptionalParams
 from ..errors import BatchManagerError, ConfigError, ModelLoadError, counted, printable
 from ..layers.context import LayerContext
-from ..layers.weight_form import types_kept
+from ..layers.weight_form import is_copied, types_kept
 from ..models.end_ids import read_end_ids
 from ..models.implementation import NATIVE
 from ..models.loading import check_tensors, class_and_spec, refuse_too_many_weights, resolve_dtype
@@ -35,7 +35,7 @@ from ..runtime.device.memory import free_memory
 from ..runtime.forms.compiled.forward import obstacle_of_model
 from ..runtime.forms.form import by_reason
 from ..runtime.forms.table import Asked, wanted_forms
-from ..runtime.kv_pool import block_bytes, pool_dtype
+from ..runtime.kv_pool import block_bytes, kv_cache_dtype_of, pool_dtype
 from ..runtime.memory_plan import plan_memory, refuse_too_many_slots, step_bytes
 from ..triton_kernels.dispatch import use_triton
 from ..weights.checkpoint import open_checkpoint
@@ -98,6 +98,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     refuse_fp8_cache(asked)
     if quantization is not None:
         refuse_quantization(asked, checkpoint, resolved_dtype, implementation)
+    context = LayerContext(device=target, dtype=resolved_dtype, compiled_step="compiled" not in absent)
     if not is_native:
         absent["compiled"] = f"{spec.architecture} runs through transformers"
     elif reason := obstacle_of_model(spec, resolved_dtype):
@@ -106,13 +107,13 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
     is_checked = is_native and is_shipped(spec.architecture, model_class)
-    kept = types_kept(LayerContext(device=target, dtype=resolved_dtype, compiled_step=steps == "compiled"))
+    kept = types_kept(context)
     weights = checkpoint.weights(torch.device("cpu"), resolved_dtype, kept if is_checked else ())
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
-    # Compiled steps keep a copy of an embedding that is also the head, unless both are quantised blocks.
-    is_copied = steps == "compiled" and spec.tie_word_embeddings and not (
+    # An embedding that is also the head is packed for its products in a copy, unless both are quantised blocks.
+    has_copy = is_native and spec.tie_word_embeddings and is_copied(context) and not (
         is_checked and weights.keeps(f"{model_class.names.embedding}.weight"))
-    copy_bytes = spec.vocab_size * spec.hidden_size * resolved_dtype.itemsize if is_copied else 0
+    copy_bytes = spec.vocab_size * spec.hidden_size * resolved_dtype.itemsize if has_copy else 0
     weight_bytes = weights.loaded_bytes + copy_bytes
     with suppress(ModelLoadError):      # closes the files; it raises because no tensor was requested
         weights.finish()
@@ -120,7 +121,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         num_bytes = check_tensors(checkpoint, model_class, spec, resolved_dtype, quantization=quantization)
         weight_bytes = weight_bytes if quantization is None else num_bytes + copy_bytes
     refuse_too_many_weights(weight_bytes, checkpoint, target, resolved_dtype, free_bytes)
-    one_block = block_bytes(spec, kv.tokens_per_block, pool_dtype(kv.kv_cache_dtype, resolved_dtype))
+    cached = pool_dtype(kv.kv_cache_dtype, resolved_dtype)
+    one_block = block_bytes(spec, kv.tokens_per_block, cached)
     set_aside = step_bytes(spec, resolved_dtype, params.max_num_tokens, params.max_batch_size,
                            num_multiprocessors(target) if with_triton else 0)
     longest = max_seq_len or spec.max_position_embeddings
@@ -148,7 +150,7 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
         "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes, "free_bytes": free_bytes,
         "step_bytes": set_aside, "set_aside_bytes": plan.set_aside_bytes,
-        "kv_cache_dtype": kv.kv_cache_dtype, "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block,
+        "kv_cache_dtype": kv_cache_dtype_of(cached), "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block,
         "num_blocks": plan.num_blocks, "pool_bytes": plan.pool_bytes, "pool_reason": plan.reason,
         "sequences_by_context": {str(length): plan.num_blocks // -(-length // kv.tokens_per_block)
                                  for length in lengths}}
@@ -186,8 +188,8 @@ def described(facts: dict[str, Any]) -> str:
           if facts["set_aside_bytes"] < facts["step_bytes"] else []),
         f"  KV cache       {size(facts['pool_bytes'])}, {counted(facts['num_blocks'], 'block')} of "
         f"{counted(facts['tokens_per_block'], 'token')} "
-        f"and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token)"
-        + ("" if facts["kv_cache_dtype"] == "auto" else f", keys and values in {facts['kv_cache_dtype']}"),
+        f"and {facts['block_bytes']:,} bytes ({facts['block_bytes'] // facts['tokens_per_block']:,} per token), "
+        f"keys and values in {facts['kv_cache_dtype']}",
         f"  free memory    {size(facts['free_bytes'])} before the weights are loaded", "",
         "  sequences that fit into the KV cache at once, by length:"]
     lines += [f"  {int(length):>12,} tokens   {count:,}" for length, count in facts["sequences_by_context"].items()]

@@ -13,7 +13,7 @@ from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, 
 class CompiledAttention:
     dispatch = "compiled"
 
-    def __init__(self, layout, pool, sink=0):
+    def __init__(self, layout, pool, sink=0, dtype=None):
         try:
             load_library()
         except CannotCompileError as error:

@@ -1,6 +1,6 @@
 /* Attention of many rows in blocks (`attend_in_tiles`) against attention row by row (`attend`): the results differ only
-   by the rounding of weights to bfloat16. The bits of each row are those of the row alone, and of a cache with smaller
-   pages; so are those of a product. Prints the unit that computes the blocks, and the numbers of wrong results and of
+   by the rounding of weights to bfloat16. The bits of each row are those of the row alone, of a cache with smaller
+   pages, and of a cache in FP8; so are those of a product. Prints the unit that computes the blocks, and the numbers of wrong results and of
    wrong bits. */
 #include "step.c"
 #include <stdio.h>
@@ -10,6 +10,7 @@
 enum { BLOCKS = 12, KEY_HEADS = 2, LAYERS = 2 };
 static uint32_t seed = 1;
 static int64_t wrong_bits;
+static uint8_t narrow_pool[BLOCKS * LAYERS * 2 * KEY_HEADS * 128 * 256] __attribute__((aligned(64)));
 
 static uint16_t random_bfloat16(void) {
     seed = seed * 1664525 + 1013904223;
@@ -39,8 +40,20 @@ static void compare_bits(const Cache *c, const Scores *how, const Task *task, co
     }
 }
 
+/* Compare the results of a task with those over the same numbers in FP8. */
+static void compare_fp8(const Cache *c, const Scores *how, const Task *task, const Partial *expected) {
+    static Partial found;
+    Cache narrow = *c;
+    narrow.pool = (char *)narrow_pool, narrow.type = FP8;
+    attend_in_tiles(&narrow, how, task, &found);
+    for (int row = 0; row < task->rows; row++)
+        wrong_bits += found.maximum[row] != expected->maximum[row] || found.total[row] != expected->total[row]
+                      || memcmp(found.sums[row], expected->sums[row], (size_t)c->head_size * 4);
+}
+
 static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, int64_t start, const Scores *how) {
     static uint16_t pool[BLOCKS * LAYERS * 2 * KEY_HEADS * 128 * 256] __attribute__((aligned(64)));
+    static uint8_t codes[sizeof narrow_pool];
     static uint16_t numbers[sizeof pool / 2], queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE] __attribute__((aligned(64)));
     static Partial expected, found;
     Cache c = {(char *)pool, LAYERS, KEY_HEADS, block, size, KEY_HEADS * group, BFLOAT16, 1};
@@ -48,7 +61,12 @@ static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, i
     float slopes[MAX_QUERY_ROWS];
     int64_t position[MAX_QUERY_ROWS], wrong = 0, last = start + (rows - 1) / group;
     if (!numbers[0])
-        for (size_t i = 0; i < sizeof pool / 2; i++) numbers[i] = random_bfloat16();
+        for (size_t i = 0; i < sizeof pool / 2; i++) {
+            seed = seed * 1664525 + 1013904223;
+            octets code = narrow_to_fp8(all((float)(seed >> 8) / (1 << 23) - 1));
+            codes[i] = code[0], numbers[i] = narrow(widen_fp8(code))[0];
+        }
+    memcpy(narrow_pool, codes, (size_t)(BLOCKS * LAYERS * 2 * KEY_HEADS * block * size));
     memcpy(pool, numbers, (size_t)(BLOCKS * LAYERS * 2 * KEY_HEADS * block * size * 2));
     for (int i = 0; i < rows * size; i++) queries[i] = random_bfloat16();
     for (int i = 0; i < BLOCKS; i++) blocks[i] = i * 5 % BLOCKS;
@@ -59,6 +77,8 @@ static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, i
     int64_t written = (last % block + 1) * size * 2;
     memset(keys + written, 0xff, block * size * 2 - written);
     memset(values + written, 0xff, block * size * 2 - written);
+    memset((char *)narrow_pool + (keys - (char *)pool + written) / 2, 0xff, (block * size * 2 - written) / 2);
+    memset((char *)narrow_pool + (values - (char *)pool + written) / 2, 0xff, (block * size * 2 - written) / 2);
     Task task = {1, 1, blocks, (char *)queries, position, slopes, rows, 0, INT64_MAX, (char *)pool};
     attend(&c, how, &task, &expected, BFLOAT16);
     memset(&found, 0xff, sizeof found);
@@ -70,6 +90,7 @@ static int64_t wrong_numbers(int64_t size, int64_t block, int rows, int group, i
             wrong += !(fabsf(expected.sums[row][i] / scale - found.sums[row][i] / other) < 4e-3f);
     }
     compare_bits(&c, how, &task, &found);
+    compare_fp8(&c, how, &task, &found);
     return wrong;
 }
 

@@ -110,17 +110,26 @@ static void compare_quantised(int type, int64_t inputs, int64_t outputs, int64_t
     free(y);
 }
 
-static void compare_attention(int64_t size, int rows, int type) {
+/* Entry of a page of numbers of this type. */
+static double entry(const char *page, int64_t index, int type) {
+    if (type != FP8) return load_one(page, index, type);
+    return widen_fp8((octets){} + ((const uint8_t *)page)[index])[0];
+}
+
+static void compare_attention(int64_t size, int rows, int type, int cached) {
     static char pool[NUM_BLOCKS * 2 * BLOCK_TOKENS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
     static char queries[MAX_QUERY_ROWS * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
     static Partial found;
     static const int32_t blocks[NUM_BLOCKS] = {3, 1, 0, 2, 5, 4, 7, 6};
     int query_type = type_of_queries(type);
     int64_t position[MAX_QUERY_ROWS];
-    Cache c = {pool, 1, 1, BLOCK_TOKENS, size, rows, type};
-    Scores how = {.scale = 0.3f};
+    Cache c = {pool, 1, 1, BLOCK_TOKENS, size, rows, cached};
+    Scores how = {.scale = cached == FP8 ? 0.003f : 0.3f};
+    double larger_number = cached == FP8 ? 100 : 1;
     Task task = {0, 0, blocks, queries, position, 0, rows, 0, INT64_MAX, pool};
-    fill(pool, NUM_BLOCKS * 2 * BLOCK_TOKENS * size, type);
+    fill(pool, NUM_BLOCKS * 2 * BLOCK_TOKENS * size, cached == FP8 ? FLOAT32 : cached);
+    if (cached == FP8)
+        narrow_row_to_fp8(pool, (uint8_t *)pool, NUM_BLOCKS * 2 * BLOCK_TOKENS * size, 0.01f, FLOAT32);
     fill(queries, rows * size, query_type);
     for (int row = 0; row < rows; row++) position[row] = KEYS - 40 + row;
     if (type == FLOAT32) attend(&c, &how, &task, &found, FLOAT32);
@@ -132,15 +141,15 @@ static void compare_attention(int64_t size, int rows, int type) {
             double score = 0;
             for (int64_t i = 0; i < size; i++)
                 score += (double)load_one(queries, row * size + i, query_type)
-                         * load_one(page, key % BLOCK_TOKENS * size + i, type);
-            total += weight[key] = exp(score * 0.3);
+                         * entry(page, key % BLOCK_TOKENS * size + i, cached);
+            total += weight[key] = exp(score * how.scale);
         }
         for (int64_t i = 0; i < size; i++) {
             double sum = 0;
             for (int64_t key = 0; key <= position[row]; key++)
-                sum += weight[key] * load_one(page_of(&c, blocks[key / BLOCK_TOKENS], 0, 1, 0),
-                                              key % BLOCK_TOKENS * size + i, type);
-            compare(sum / total, found.sums[row][i] / found.total[row], 1e-4);
+                sum += weight[key] * entry(page_of(&c, blocks[key / BLOCK_TOKENS], 0, 1, 0),
+                                           key % BLOCK_TOKENS * size + i, cached);
+            compare(sum / total, found.sums[row][i] / found.total[row], 1e-4 * larger_number);
         }
     }
 }
@@ -151,7 +160,10 @@ int main(void) {
         for (int shape = 0; shape < 5; shape++)
             for (int64_t rows = 1; rows < 20; rows++) compare_product(shapes[shape][0], shapes[shape][1], rows, type);
         for (int64_t size = 16; size <= 80; size += 16)
-            for (int rows = 1; rows <= MAX_QUERY_ROWS; rows += 3) compare_attention(size, rows, type);
+            for (int rows = 1; rows <= MAX_QUERY_ROWS; rows += 3) {
+                compare_attention(size, rows, type, type);
+                compare_attention(size, rows, type, FP8);
+            }
         for (int quantised = 0; quantised < NUM_TYPES; quantised++) compare_quantised(quantised, 512, 21, 7, type);
     }
     printf("%d lanes, %lld numbers, %lld wrong, bits of quantised products %08x\n", LANES, (long long)num_compared,

@@ -96,7 +96,6 @@ def test_every_other_item_of_the_list(tmp_path):
     assert is_compiled()
     left = [item for item in listed("These") if not item.startswith("OLMo")]
     refused = {"blocks of 8 tokens": blocks(8),
-               "keys and values in FP8 (`kv_cache_dtype`)": {"kv_cache_config": KvCacheConfig(kv_cache_dtype="fp8")},
                "an attention part of your own (`Parts.attention`)": {"has_attention": True},
                "`TRITON_INTERPRET` in the environment": {"has_triton": True}}
     for item, options in refused.items():

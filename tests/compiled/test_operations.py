@@ -8,12 +8,13 @@ import torch
 from torch.nn import functional
 
 from batch_manager.adapter_values import AdapterPart
-from batch_manager.attention.interface import PackedStep
+from batch_manager.attention.fp8 import FP8, Fp8Numbers
+from batch_manager.attention.interface import LayerAttention, PackedStep
 from batch_manager.decoding.slots import ADAPTER, SlotState
 from batch_manager.handover import AdapterLoad
 from batch_manager.layers.context import LayerContext
 from batch_manager.layers.linear import Linear
-from batch_manager.layers.recording import LookedUp, Recording, Rows
+from batch_manager.layers.recording import ANY_ROWS, LookedUp, RecordedAttention, Recording, Rows
 from batch_manager.runtime.adapters.pool import LoraPool
 from batch_manager.runtime.adapters.port import LoraPort
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
@@ -118,6 +119,32 @@ def test_sums(width, dtype):
     check(recorded(x, lambda rows: rows + rows), 2 * x.float(), dtype)
     positions = torch.arange(len(x) - 1, -1, -1)
     check(recorded(x, lambda rows: rows + LookedUp(table)), x.float() + table[positions].float(), dtype)
+
+
+@TYPES
+def test_keys_and_values_in_fp8_are_rounded_as_torch_rounds_them(dtype):
+    """Every number of bfloat16, in heads that are no multiple of a vector; of float32, halfway and random ones."""
+    count, size, scales = 656, 100, (1.0, 0.3)
+    rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(dtype)
+    if dtype == torch.float32:
+        rows = torch.randint(-2**31, 2**31 - 1, (2**16,), dtype=torch.int32).view(torch.float32)
+        numbers = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        rows[:378] = torch.cat([middles, middles.nextafter(torch.zeros(1)), middles.nextafter(torch.full((1,), 500.0))])
+    rows = torch.cat([rows, rows[: count * size - 2**16]]).view(count, 1, size).repeat(1, 3, 1)
+    recording, pool = Recording(dtype, strides=[3 * size]), torch.zeros(41, 1, 2, 1, 16, size).to(FP8)
+    how = LayerAttention(scale=1.0, key_scale=scales[0], value_scale=scales[1])
+    parts = Rows(recording, 0, 0, 3 * size).view(ANY_ROWS, 3, size).split_with_sizes([1, 1, 1], 1)
+    recording.result = RecordedAttention((1, 1, size), (how,), 0).run(0, *parts, None).register
+    numbers = np.arange(count, dtype=np.int32)
+    step = PackedStep(token_ids=numbers, positions=numbers, pool_slots=numbers.astype(np.int64),
+                      slots=np.zeros(1, np.int32), query_starts=np.array([0, count], np.int32),
+                      kv_lengths=np.array([count], np.int32), block_tables=np.arange(41, dtype=np.int32)[None],
+                      num_contexts=1, logits_rows=np.zeros(0, np.int64))
+    CompiledForward(recording, pool, 1, ThreadGovernor(2)).run(ModelCall(step), rows.flatten(1), None, ())
+    found = pool[:, 0, :, 0].transpose(0, 1).reshape(2, count, size).transpose(0, 1)
+    expected = Fp8Numbers(dtype, rows.device).rounded(rows[:, 1:], *scales)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_registers_share_memory_only_when_nobody_needs_them_any_more():

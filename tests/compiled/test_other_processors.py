@@ -16,7 +16,7 @@ import pytest
 from batch_manager.triton_kernels.cpu.native import build
 
 PROGRAM = Path(__file__).with_name("products_and_attention.c")
-NUM_NUMBERS = 172_576
+NUM_NUMBERS = 257_056
 BITS = "f2459bcf"                  # of the quantised products, the same everywhere
 # name -> (compiler, options, emulator, float32 lanes of a vector)
 PROCESSORS = {

@@ -1,6 +1,7 @@
 """Each function of the compiled step gives a row the same bits alone, in steps of any size, in chunks, on any threads.
 
-Every instruction set has its own bits. Attention also has the same bits for any size of blocks.
+Every instruction set has its own bits. Attention also has the same bits for any size of blocks, and over keys and
+values in FP8 as over the same numbers in a wider type.
 """
 
 from functools import partial
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from batch_manager.attention.fp8 import FP8
 from batch_manager.attention.interface import LayerAttention, PackedStep
 from batch_manager.layers.recording import ANY_ROWS, LookedUp, RecordedAttention, Recording, Rows
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
@@ -107,16 +109,21 @@ KINDS = {
     "sink logits": LayerAttention(scale=0.3, has_sink_logits=True)}
 
 
-def attended(dtype, heads, how, steps, block, threads, sink):
+def attended(dtype, heads, how, steps, block, threads, sink, cached=None):
     """Return the attention of all tokens of both sequences [tokens, width], computed in these steps.
 
-    steps   of (sequence, first token, number of tokens)
+    Keys and values are numbers of FP8.
+
+    steps    of (sequence, first token, number of tokens)
+    cached   type of the keys and values in the pool; None: dtype
     """
     query_heads, kv_heads, size = heads
     width, blocks = (query_heads + 2 * kv_heads) * size, [-(-length // block) for length in LENGTHS]
     given = [random(length, width, seed=4 + i, dtype=dtype) for i, length in enumerate(LENGTHS)]
+    for rows in given:
+        rows[:, query_heads * size :] = rows[:, query_heads * size :].to(FP8).to(dtype)
     found = [torch.full((length, query_heads * size), torch.nan, dtype=dtype) for length in LENGTHS]
-    pool = torch.full((sum(blocks), 1, 2, kv_heads, block, size), torch.nan, dtype=dtype)
+    pool = torch.full((sum(blocks), 1, 2, kv_heads, block, size), torch.nan).to(cached or dtype)
     order = np.random.default_rng(0).permutation(sum(blocks)).astype(np.int32)
     tables = np.zeros((2, max(blocks)), np.int32)
     tables[0, : blocks[0]], tables[1, : blocks[1]] = order[: blocks[0]], order[blocks[0] :]
@@ -145,10 +152,11 @@ def test_attention(dtype, heads):
     for name, how in KINDS.items():
         expected = attended(dtype, heads, how, WHOLE, 64, 1, 0)
         assert expected.isfinite().all()
-        for threads, (steps, block, sink) in enumerate(((WHOLE, 16, 0), (STEPS, 64, 0), (STEPS, 32, 0), (WHOLE, 256, 0),
-                                                        (STEPS, 128, 70)), 1):
+        for threads, (steps, block, sink, cached) in enumerate((
+                (WHOLE, 16, 0, None), (STEPS, 64, 0, FP8), (STEPS, 32, 0, None), (WHOLE, 256, 0, FP8),
+                (STEPS, 128, 70, FP8)), 1):
             if sink and name != "window":
                 continue
             own = attended(dtype, heads, how, WHOLE, 64, 1, sink) if sink else expected
-            found = attended(dtype, heads, how, steps, block, threads, sink)
+            found = attended(dtype, heads, how, steps, block, threads, sink, cached)
             assert torch.equal(found, own), (name, block, (found != own).any(1).nonzero().flatten())

@@ -41,14 +41,15 @@ def gguf_file(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("inspect") / "model.gguf")
 
 
-@pytest.mark.parametrize(("kind", "dtype", "quantization", "cached"), [
-    *((kind, dtype, None, "auto") for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
-    ("folder", "bfloat16", "int8", "auto"), ("folder", "float32", "int4", "auto"),
-    ("folder", "bfloat16", None, "fp8")])
-def test_it_says_what_an_engine_then_has(kind, dtype, quantization, cached, request):
+@pytest.mark.parametrize(("kind", "dtype", "quantization", "kv"), [
+    *((kind, dtype, None, {}) for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
+    ("folder", "bfloat16", "int8", {}), ("folder", "float32", "int4", {}),
+    ("folder", "bfloat16", None, {"kv_cache_dtype": "fp8"}),
+    *(("folder", dtype, None, {"tokens_per_block": 8}) for dtype in ("auto", "bfloat16"))])       # steps in torch
+def test_it_says_what_an_engine_then_has(kind, dtype, quantization, kv, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
     options = {"device": "cpu", "dtype": dtype, "max_seq_len": 256, "quantization": quantization}
-    kv = KvCacheConfig(kv_cache_dtype=cached)
+    kv = KvCacheConfig(**kv)
     facts = inspect_model(path, kv=kv, **options)
     params = TrtGptModelOptionalParams(kv_cache_config=kv, **options)
     backend = build_native_backend(path, params, layout=packing.packed,
@@ -60,15 +61,15 @@ def test_it_says_what_an_engine_then_has(kind, dtype, quantization, cached, requ
         assert (facts["dtype"], facts["device"], facts["architecture"]) == (info.dtype, info.device, info.architecture)
         assert (facts["not_compiled"], facts["not_captured"]) == (info.not_compiled, info.not_captured)
         assert facts["absent"] == info.absent
-        assert facts["kv_cache_dtype"] == info.kv_cache_dtype == kv.kv_cache_dtype
+        assert facts["kv_cache_dtype"] == info.kv_cache_dtype == (
+            info.dtype if kv.kv_cache_dtype == "auto" else "fp8_e4m3")
         told = described(facts).splitlines()
         assert all(any("without " in line and name in line and line.endswith(f": {reason}") for line in told)
                    for name, reason in info.absent.items()), told
         assert facts["max_seq_len"] == info.max_seq_len == 256
         assert quantization is None or f"matrices of layers are quantised to {quantization}" in "\n".join(told)
         assert facts["pool_bytes"] == backend._parts.pool.nbytes
-        if cached == "auto":                                  # in torch, oneDNN packs the head beside the embedding
-            assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
+        assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu
     finally:
         backend.close()
     assert facts["block_bytes"] * facts["num_blocks"] == facts["pool_bytes"]

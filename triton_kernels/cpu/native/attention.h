@@ -9,7 +9,7 @@
    number. Keys that a row does not see add zeros to its sums. Where the compiler could choose the order of rounding,
    `fused` fixes it. */
 #pragma once
-#include "vectors.h"
+#include "fp8.h"
 
 #define MAX_QUERY_ROWS 32
 #define MAX_HEAD_SIZE 256
@@ -18,6 +18,7 @@
 #define MIN_BLOCK_TOKENS 16
 
 /* block_tokens   a multiple of MIN_BLOCK_TOKENS that divides or is divided by KEYS_AT_ONCE
+   type           of the keys and values in the pool: that of the rows of a step, or FP8
    is_uniform     see Matrix */
 typedef struct {
     const char *pool;                 /* [blocks, layers, 2, kv_heads, tokens_per_block, head_size] */
@@ -296,6 +297,32 @@ INLINE int find_keys(const Cache *c, const Scores *how, const Task *task, int64_
     return found->num_pieces > 0;
 }
 
+static __thread char wide_entries[2][KEYS_AT_ONCE * MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
+
+/* Widen keys and values in FP8 to `type`, in memory of this thread, to which `found` points then. Attention over them
+   has the bits of a cache that holds the wide numbers. Prefetches the next keys and values. */
+__attribute__((noinline))
+static void widen_keys(const Cache *c, Keys *found, int type) {
+    int64_t size = c->head_size;
+    for (Piece *piece = found->pieces; piece < found->pieces + found->num_pieces; piece++) {
+        int64_t count = (piece->tokens + MIN_BLOCK_TOKENS - 1) / MIN_BLOCK_TOKENS * MIN_BLOCK_TOKENS * size;
+        char *keys = wide_entries[0] + piece->first * size * bytes_of(type);
+        char *values = wide_entries[1] + piece->first * size * bytes_of(type);
+        for (int64_t at = 0; at < count; at += LINE_BYTES) {
+            prefetch_soon(piece->soon + at);
+            prefetch_soon(piece->soon + c->kv_heads * page_bytes(c) + at);
+        }
+        if (type == FLOAT32) {
+            widen_row_of_fp8((const uint8_t *)piece->keys, keys, count, FLOAT32);
+            widen_row_of_fp8((const uint8_t *)piece->values, values, count, FLOAT32);
+        } else {
+            widen_row_of_fp8((const uint8_t *)piece->keys, keys, count, BFLOAT16);
+            widen_row_of_fp8((const uint8_t *)piece->values, values, count, BFLOAT16);
+        }
+        piece->keys = keys, piece->values = piece->soon = values;
+    }
+}
+
 /* Partial results of query rows: sums of values weighted by e^(score - maximum), and the sums of the weights. */
 typedef struct {
     float sums[MAX_QUERY_ROWS][MAX_HEAD_SIZE] __attribute__((aligned(64)));
@@ -337,6 +364,7 @@ INLINE void attend(const Cache *c, const Scores *how, const Task *task, Partial 
     Keys found;
     for (int64_t start = task->first_key; start < end; start += KEYS_AT_ONCE) {
         if (!find_keys(c, how, task, first, last, start, &found)) continue;
+        if (c->type == FP8) widen_keys(c, &found, type);
         int64_t whole = (found.tokens + LANES - 1) / LANES * LANES;
         for (const Piece *piece = found.pieces; piece < found.pieces + found.num_pieces; piece++)
             for (int64_t t = 0; t < piece->tokens; t += LANES)

@@ -336,8 +336,8 @@ static void weigh_group(AttentionTiles *a, const Scores *how, int group, integer
     *total += sum_of_vectors(sums);
 }
 
-/* Whether `attend_in_tiles` computes all attention over a cache. */
-INLINE int fits_tiles(const Cache *c) { return c->type == BFLOAT16 && c->head_size % 32 == 0; }
+/* Whether `attend_in_tiles` computes all attention of rows of this type over a cache. */
+INLINE int fits_tiles(const Cache *c, int type) { return type == BFLOAT16 && c->head_size % 32 == 0; }
 
 /* Like `attend`. Requires `fits_tiles`. */
 static void attend_in_tiles(const Cache *c, const Scores *how, const Task *task, Partial *partial) {
@@ -378,6 +378,7 @@ static void attend_in_tiles(const Cache *c, const Scores *how, const Task *task,
     Keys found;
     for (int64_t start = task->first_key; start < end; start += KEYS_AT_ONCE) {
         if (!find_keys(c, how, task, first, last, start, &found)) continue;
+        if (c->type == FP8) widen_keys(c, &found, BFLOAT16);
         int64_t tokens = (found.tokens + 31) / 32 * 32;
         for (const Piece *piece = found.pieces; piece < found.pieces + found.num_pieces; piece++)
             if (is_few) score_few(a, piece, task->queries, rows, size);

@@ -20,7 +20,8 @@ PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1}                       # of rows
+CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3}
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS",
                    "INT4", "INT8")                # in the order of quantised.h
 SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

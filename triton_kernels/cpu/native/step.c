@@ -213,10 +213,12 @@ static void norm_rows(const Step *s, const int64_t *n, int64_t first, int64_t en
 }
 
 static void rotate_and_append_rows(const Step *s, const int64_t *n, int64_t first, int64_t end, int type) {
-    /* query[1..3], key[4..6], value[7..9], layer 10, cosines 11, sines 12, half 13 (0: no rotation) */
+    /* query[1..3], key[4..6], value[7..9], layer 10, cosines 11, sines 12, half 13 (0: no rotation), scales of keys 14
+       and values 15 in FP8 */
     View query = view_at(s, n + 1), key = view_at(s, n + 4), value = view_at(s, n + 7);
     const Cache *c = s->cache;
-    int64_t size = c->head_size, width = size * bytes_of(type), half = n[13];
+    int64_t size = c->head_size, width = size * bytes_of(type), half = n[13], stored = size * bytes_of(c->type);
+    char turned[MAX_HEAD_SIZE * 4] __attribute__((aligned(64)));
     for (int64_t row = first; row < end; row++) {
         const float *cosines = POINTER(const float *, n[11]) + s->positions[row] * half;
         const float *sines = POINTER(const float *, n[12]) + s->positions[row] * half;
@@ -227,12 +229,20 @@ static void rotate_and_append_rows(const Step *s, const int64_t *n, int64_t firs
             }
         int64_t block = s->pool_slots[row] / c->block_tokens, offset = s->pool_slots[row] % c->block_tokens;
         for (int64_t head = 0; head < c->kv_heads; head++) {
-            char *k = (char *)page_of(c, block, n[10], 0, head) + offset * width;
-            char *v = (char *)page_of(c, block, n[10], 1, head) + offset * width;
-            const char *from = row_at(key, row, type) + head * width;
-            if (half) rotate(from, k, cosines, sines, half, size, type);
-            else memcpy(k, from, width);
-            memcpy(v, row_at(value, row, type) + head * width, width);
+            char *k = (char *)page_of(c, block, n[10], 0, head) + offset * stored;
+            char *v = (char *)page_of(c, block, n[10], 1, head) + offset * stored;
+            const char *from = row_at(key, row, type) + head * width, *values = row_at(value, row, type) + head * width;
+            if (half) {
+                rotate(from, turned, cosines, sines, half, size, type);
+                from = turned;
+            }
+            if (c->type == FP8) {
+                narrow_row_to_fp8(from, (uint8_t *)k, size, as_float(n[14]), type);
+                narrow_row_to_fp8(values, (uint8_t *)v, size, as_float(n[15]), type);
+            } else {
+                memcpy(k, from, width);
+                memcpy(v, values, width);
+            }
         }
     }
 }
@@ -243,7 +253,7 @@ static void attend_to_part(const Cache *c, const Scores *how, Task *task, int64_
     task->first_key = part * KEYS_PER_PART;
     task->end_key = task->first_key + KEYS_PER_PART;
 #if defined(HAS_ATTENTION_TILES)
-    if (fits_tiles(c)) {
+    if (fits_tiles(c, type)) {
         attend_in_tiles(c, how, task, partial);
         return;
     }
@@ -253,7 +263,8 @@ static void attend_to_part(const Cache *c, const Scores *how, Task *task, int64_
 }
 
 static void attend_item(const Job *job, const int64_t *n, const Item *item, const Item *next, int type) {
-    /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11, slopes 12, factor 13, sink logits 14 */
+    /* query[1..3], to[4..6], layer 7, scale 8, softcap 9, window 10, sinks 11, slopes 12, factor 13, sink logits 14, scale
+       of values in FP8 15 */
     const Step *s = job->step;
     const Cache *c = s->cache;
     View query = view_at(s, n + 1), to = view_at(s, n + 4);
@@ -300,12 +311,13 @@ static void attend_item(const Job *job, const int64_t *n, const Item *item, cons
             for (int64_t g = 0; g < heads; g++, count++) {
                 char *y = row_at(to, row, type) + (item->head * group + at + g) * width;
                 const float *from = partial->sums[count];
-                float total = partial->total[count], shrink = 1;
+                float total = partial->total[count], shrink = as_float(n[15]);
                 if (how.sink_logits) {
                     float logit = how.sink_logits[item->head * group + at + g], most = partial->maximum[count];
                     float top = logit > most ? logit : most;
-                    shrink = exponential(all(most - top))[0];
-                    total = total * shrink + exponential(all(logit - top))[0];
+                    float less = exponential(all(most - top))[0];
+                    total = total * less + exponential(all(logit - top))[0];
+                    shrink *= less;
                 }
                 int64_t i = 0;
                 for (; i + LANES <= size; i += LANES) store(y, i, *(const floats *)(from + i) * shrink / total, type);

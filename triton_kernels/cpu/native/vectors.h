@@ -25,8 +25,8 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* Data types, numbered as in Python. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2 };             /* HALF: of scales, see quantised.h */
-INLINE int64_t bytes_of(int type) { return type == FLOAT32 ? 4 : 2; }
+enum { FLOAT32 = 0, BFLOAT16 = 1, HALF = 2, FP8 = 3 };    /* HALF: of scales, see quantised.h. FP8: of caches */
+INLINE int64_t bytes_of(int type) { return type == FLOAT32 ? 4 : type == FP8 ? 1 : 2; }
 
 /* Prefetch a cache line. Invalid addresses are ignored. */
 INLINE void prefetch(const void *line) { __builtin_prefetch(line); }

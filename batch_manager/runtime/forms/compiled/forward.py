@@ -19,6 +19,7 @@ from ....models.spec import ModelSpec
 from ....triton_kernels.cpu.large_pages import allocate
 from ....triton_kernels.cpu.native.library import (
     ADAPTER_TILE,
+    CACHE_TYPES,
     PROJECTIONS_AT_ONCE,
     ROWS_PER_TILE,
     TYPES,
@@ -48,7 +49,8 @@ class CompiledForward:
     This class allocates the registers that the operations read and write.
 
     recording     recording of a model with packed matrices, see layers/recording.py
-    kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size]
+    kv_pool       [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size], in the data type of the recording or
+                  in FP8
     num_heads     number of query heads
     governor      chooses the number of threads of each call
     port          the adapters that the recording adds; None: it adds none
@@ -72,8 +74,8 @@ class CompiledForward:
         self._pieces = [(self._operations[start:].ctypes.data, end - start) for start, end in zip([0, *ends], ends)]
         self._split, self._buffers = split, {}
         self._offsets, self._row_entries = arrange(recording)
-        self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads, self._type,
-                            is_uniform)
+        self._cache = Cache(kv_pool.data_ptr(), num_layers, kv_heads, block_tokens, head_size, num_heads,
+                            CACHE_TYPES[kv_pool.dtype], is_uniform)
         self._registers = np.zeros(len(recording.strides), np.uintp)
         self._step = Step(registers=self._registers.ctypes.data,
                           cache=address(self._cache), type=self._type)
