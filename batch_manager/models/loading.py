@@ -1,8 +1,9 @@
 """Loads a checkpoint with the model class of its architecture."""
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,13 +12,13 @@ from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, ModelLoadError, UnsupportedModelError, printable
 from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
 from ..layers.weight_form import quantised_bytes, types_kept
-from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, open_checkpoint
+from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, StoredWeights, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
 from ..weights.quantisation_scheme import read_scheme
 from ..weights.source import DummyWeights, Weights
 from .class_check import refuse_wrong_spec
-from .decoder import WHOLE, Stage
+from .decoder import WHOLE, Decoder, Stage
 from .end_ids import in_vocabulary, stated_end_ids
 from .implementation import NATIVE, TRANSFORMERS, choose_implementation, load_transformers_class
 from .registry import Model, causal_class_of, find_model, is_shipped, known_architectures, model_type_of
@@ -118,7 +119,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     if quantization is not None:
         refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation)
     # A class of someone else's may ask for tensors one by one, which are converted.
-    kept = types_kept(context) if implementation == NATIVE and is_shipped(spec.architecture, model_class) else ()
+    is_own = implementation == NATIVE and is_shipped(spec.architecture, model_class)
+    kept = types_kept(context) if is_own else ()
     try:
         with torch.inference_mode():
             if load_format == "dummy":
@@ -132,6 +134,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                 refuse_too_many_weights(min(_most_bytes(local, dtype, quantization), weights.loaded_bytes), checkpoint,
                                         device, dtype, free_bytes)
                 model = make(weights)
+                if is_own:
+                    local = _with_cache_scales(local, weights, model_class, stage.layers_of(spec.num_layers))
                 if stage == WHOLE:
                     weights.finish(model.harmless_tensors)
                 else:                                  # the stage did not request the tensors of other stages
@@ -143,6 +147,14 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         raise InsufficientMemoryError(
             f"the weights of {checkpoint.path} in {dtype} do not fit into the memory of {device}",
             "expected enough memory for all weights", "use a smaller dtype or a larger device") from fault
+
+
+def _with_cache_scales(spec: ModelSpec, weights: StoredWeights, model_class: type[Decoder], layers: Sequence[int]
+                       ) -> ModelSpec:
+    """Return the spec of these layers with the scales of keys and values in FP8 that the files have."""
+    scales = [weights.cache_scales(f"{model_class.names.layers}.{number}.self_attn") for number in layers]
+    return replace(spec, attention=tuple(replace(layer, key_scale=key, value_scale=value)
+                                         for layer, (key, value) in zip(spec.attention, scales, strict=True)))
 
 
 def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str) -> None:
@@ -206,7 +218,9 @@ def check_tensors(checkpoint: Checkpoint, model_class: type[Model], spec: ModelS
     context = LayerContext(device=device, dtype=dtype, split=split, kv_copies=spec.kv_copies, quantization=quantization)
     with torch.inference_mode():
         weights = checkpoint.weights(device, dtype)
-        weights.finish(model_class(spec, weights, context).harmless_tensors)
+        model = model_class(spec, weights, context)
+        _with_cache_scales(spec, weights, model_class, range(spec.num_layers))
+        weights.finish(model.harmless_tensors)
     return weights.num_bytes
 
 

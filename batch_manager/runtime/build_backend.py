@@ -13,7 +13,7 @@ from ..attention.block_sizes import refuse_large_blocks, refuse_small_blocks
 from ..attention.interface import Attention
 from ..attention.registry import make_attention
 from ..attention.windows import effective_windows
-from ..config import MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
+from ..config import FP8_CACHE, MAX_DRAFT_TOKENS, TrtGptModelOptionalParams
 from ..contained_log import log
 from ..decoding.decoder import GptDecoder
 from ..decoding.logits_stage import LogitsStage
@@ -257,14 +257,16 @@ def _windows(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, s
              part: RankPart | None) -> tuple[Sequence[int | None], int, ModelSpec]:
     """Return the window of each layer of the whole model, the number of sink tokens, and `spec` with the windows.
 
-    Blocks are freed by the windows of all layers, also those of other stages.
+    Blocks are freed by the windows of all layers, also those of other stages. Scales of keys and values are 1 in a
+    cache that is not in FP8.
     """
     whole, kv = spec if part is None else read_spec(model_path, params.model_implementation), params.kv_cache_config
     windows, sink = effective_windows([layer.window for layer in whole.attention], kv.max_attention_window,
                                       kv.sink_token_length, max_seq_len)
     layers = range(spec.num_layers) if part is None else part.stage.layers_of(whole.num_layers)
+    scales: dict[str, Any] = {} if kv.kv_cache_dtype == FP8_CACHE else {"key_scale": 1.0, "value_scale": 1.0}
     return windows, sink, dataclasses.replace(spec, attention=tuple(
-        dataclasses.replace(layer, window=windows[number]) for layer, number in zip(spec.attention, layers)))
+        dataclasses.replace(layer, window=windows[number], **scales) for layer, number in zip(spec.attention, layers)))
 
 
 @contextlib.contextmanager

@@ -35,6 +35,10 @@ class StoredWeights(Weights, Protocol):
         """Whether the matrix `name` is kept in the blocks of the file, see Checkpoint.weights."""
         ...
 
+    def cache_scales(self, name: str) -> tuple[float, float]:
+        """See DenseSource."""
+        ...
+
     def finish(self, harmless: Iterable[str] = ()) -> None:
         """Close the files. Raises ModelLoadError if a tensor was never requested and its name matches no pattern of
         `harmless`."""

@@ -219,6 +219,13 @@ class DenseSource:
     def count_copy(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
 
+    def cache_scales(self, name: str) -> tuple[float, float]:
+        """Return the scales of keys and values in FP8 of the attention `name`; 1 if its source has none.
+
+        Raises ModelLoadError if they are missing or wrong.
+        """
+        return 1.0, 1.0
+
     def _joined(self, parts: Sequence[Part]) -> torch.Tensor:
         """Return the parts of several tensors, concatenated along the first dimension."""
         check_interruption()

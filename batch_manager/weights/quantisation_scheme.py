@@ -4,7 +4,7 @@ What is not read is refused by the name of its field.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .json_file import Fields
@@ -37,6 +37,7 @@ class Scheme:
     adds_one    of GPTQ: stored zero points are less by one; None: levels are symmetric, and the stored value decides
     has_order   of GPTQ and "packed": each input names its group, in an order of its own
     block       of fp8: (outputs, inputs) that share a scale; None: a scale for each output, or one for all
+    has_cache_scales   whether each attention has scales of keys and values in FP8
     """
 
     method: str
@@ -46,6 +47,7 @@ class Scheme:
     adds_one: bool | None = False
     has_order: bool = False
     block: tuple[int, int] | None = None
+    has_cache_scales: bool = False
 
     @property
     def name(self) -> str:
@@ -128,9 +130,21 @@ def _compressed_tensors(fields: Fields) -> Scheme:
     schemes = {_weights_of(form, groups.fields(name)) for name in groups.values}
     if len(schemes) != 1:
         raise fields.fault("config_groups", "groups with the same weights", UNSUPPORTED)
+    has_cache_scales = fields.values.get("kv_cache_scheme") is not None
+    if has_cache_scales:
+        _check_cache(fields.fields("kv_cache_scheme"))
     _only(fields, _TENSORS_NOTES, {"sparsity_config": ({}, {"format": "dense"}), "transform_config": ({},),
                                    "kv_cache_scheme": ()})
-    return schemes.pop()
+    return replace(schemes.pop(), has_cache_scales=has_cache_scales)
+
+
+def _check_cache(cache: Fields) -> None:
+    """Refuse keys and values that are not in FP8 with one scale for those of a layer."""
+    for name, value in (("type", "float"), ("num_bits", 8), ("strategy", "tensor"), ("symmetric", True),
+                        ("dynamic", False)):
+        _one_of(cache, name, (value,), value if name in ("symmetric", "dynamic") else None)
+    _only(cache, {"observer", "observer_kwargs"}, {name: () for name in (
+        "group_size", "block_structure", "actorder", "scale_dtype", "zp_dtype")})
 
 
 def _weights_of(form: str, group: Fields) -> Scheme:

@@ -7,13 +7,14 @@ Both must agree: types, shapes and values of the tensors follow from the configu
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import torch
 
 from ..errors import ModelLoadError
 from .folder import CheckpointFolder
+from .json_file import shown
 from .matrices import (
     RANGES_ALIGNED,
     WHOLE_MATRIX,
@@ -39,7 +40,7 @@ class QuantisedFolderWeights(SafetensorsWeights):
 
     def __init__(self, folder: CheckpointFolder, scheme: Scheme, device: torch.device, dtype: torch.dtype,
                  kept_types: Collection[str] = ()) -> None:
-        self._kept_types, self._matrices = kept_types, {}
+        self._kept_types, self._matrices, self._has_cache_scales = kept_types, {}, scheme.has_cache_scales
         super().__init__(folder, device, dtype)
         suffix = {"gptq": ".qweight", "awq": ".qweight", "packed": ".weight_packed"}.get(scheme.method, ".weight")
         types = ("I8",) if scheme.method == "int8" else ("F8_E4M3",)
@@ -87,6 +88,28 @@ class QuantisedFolderWeights(SafetensorsWeights):
     def stored_types(self) -> Counter[str]:
         return Counter(tensor.stored.dtype for tensor in self._plain()) + Counter(
             matrix.scheme.name for matrix in self._matrices.values())
+
+    def cache_scales(self, name: str) -> tuple[float, float]:
+        if not self._has_cache_scales:
+            return super().cache_scales(name)
+        return self._cache_scale(f"{name}.k_scale"), self._cache_scale(f"{name}.v_scale")
+
+    def _cache_scale(self, wanted: str) -> float:
+        name = self._stored_name(wanted)
+        if name is None:
+            raise self._missing(wanted, (1,))
+        tensor, scale = self._tensors[name], 1.0
+        self._used.add(name)
+        fits = tensor.stored.shape in ((), (1,)) and tensor.stored.dtype in ("F16", "BF16", "F32")
+        if fits and not self._is_meta:
+            scale = tensor.read().float().item()
+        if not fits or not 0 < scale < inf:
+            value = f", with the value {scale}" if fits else ""
+            raise ModelLoadError(f"{tensor.path}: tensor {shown(name)} is of type {shown(tensor.stored.dtype)[1:-1]} "
+                                 f"and shape {list(tensor.stored.shape)}{value}",
+                                 f"expected one positive number in F16, BF16 or F32, by kv_cache_scheme in {CONFIG}",
+                                 f"check that {CONFIG} in config.json describes these weights")
+        return scale
 
     def tied(self, name: str, to: str) -> None:
         for each in (name, to):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from batch_manager import ModelLoadError
 from batch_manager.models import load_model
+from batch_manager.models.decoder import Stage
 from batch_manager.models.loading import check_tensors, class_and_spec
 from batch_manager.tools.inspect import inspect_model
 from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES
@@ -29,6 +30,8 @@ from tests.models.conftest import make_reference
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 203}
 ORDER_OF_AWQ = [0, 2, 4, 6, 1, 3, 5, 7]        # nibble i of a word has output ORDER_OF_AWQ[i]
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False,
+         "observer": "minmax", "group_size": None, "actorder": None}
 QKV = [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -233,6 +236,28 @@ def drop(suffix):
     return lambda config, tensors: tensors.pop(f"{DOWN}.{suffix}")
 
 
+def with_scales(*scales, config=CACHE):
+    """Add scales of keys and values, of which layer and kind take turns."""
+    def changed(fields, tensors):
+        fields.update({} if config is None else {"kv_cache_scheme": config})
+        names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
+        tensors |= {name: torch.tensor(scales[at % len(scales)]).view(-1) for at, name in enumerate(names)}
+    return changed
+
+
+def test_scales_of_keys_and_values_are_read_exactly(tmp_path):
+    write_folder(tmp_path, "packed")
+    tensors, scales = load_file(tmp_path / "model.safetensors"), (0.1, 3.0, 1 / 3, 7e-5)
+    change_config(tmp_path, lambda fields: with_scales(*scales)(fields["quantization_config"], tensors))
+    save_file(tensors, tmp_path / "model.safetensors")
+    for options in ({"dtype": "bfloat16"}, {"compiled_step": True}, {"stage": Stage(1, 2)}):
+        found = [(layer.key_scale, layer.value_scale)
+                 for layer in load_model(tmp_path, device="cpu", **options).spec.attention]
+        expected = np.float32(scales).astype(float).reshape(2, 2).tolist()
+        assert found == [*map(tuple, expected)]["stage" in options :]
+    assert inspect_model(str(tmp_path), device="cpu")["tensors_are_checked"]
+
+
 @pytest.mark.parametrize(("form", "change", "says"), [
     ("GPTQ", set_(quant_method="bitsandbytes"), "quant_method is 'bitsandbytes'; expected one of gptq"),
     ("GPTQ", set_(bits=8), "qweight' is of type I32 and shape|scales' is of type F16 and shape"),
@@ -264,7 +289,13 @@ def drop(suffix):
     ("packed", replace_tensor("weight_shape", lambda found: found.flip(0)), "weight_shape' is .*; expected the sizes"),
     ("packed", set_(format="int-quantized"), "num_bits is 4; expected one of 8"),
     ("packed", set_(format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; expected one of"),
-    ("packed", set_(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is"),
+    ("packed", set_(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: type is missing; expected one of 'float'"),
+    ("packed", set_(kv_cache_scheme={**CACHE, "strategy": "attn_head"}), "strategy is 'attn_head'; expected one of"),
+    ("packed", set_(kv_cache_scheme={**CACHE, "dynamic": True}), "dynamic is True; expected one of False"),
+    ("packed", set_(kv_cache_scheme=CACHE), "no tensor 'model.layers.0.self_attn.k_scale'"),
+    ("packed", with_scales(2.0, config=None), "self_attn.k_scale' .*does not use"),
+    ("packed", with_scales(-2.0), "k_scale' is of type F32 and shape .1., with the value -2.0; expected one positive"),
+    ("packed", with_scales([1.0, 2.0]), "k_scale' is of type F32 and shape .2.; expected one positive number"),
     ("packed", set_(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
     ("int8 levels", set_(format="float-quantized"), "type is 'int'; expected one of 'float'"),
     ("int8 levels", of_weights(strategy="group", group_size=32), "weight_scale' is of type F32 and shape"),
