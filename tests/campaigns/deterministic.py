@@ -137,7 +137,7 @@ def run_seed(seed: int, parent: Path, deterministic: bool = True, compiled: bool
     if draw.random() < 0.1:
         cache["kv_cache_dtype"] = "fp8_e4m3"
     quantization = draw.choice([None, None, None, "int8", "int4"])
-    if not wants_compiled or "kv_cache_dtype" in cache:      # products of compiled steps alone read quantised weights
+    if not wants_compiled:                                   # products of compiled steps alone read quantised weights
         quantization = None
     dtypes = ["float32", "bfloat16"] if wants_compiled else ["float32", "float32", "bfloat16", "float16"]
     options = {"dtype": draw.choice(dtypes), "kv_cache_options": cache, "deterministic": deterministic,

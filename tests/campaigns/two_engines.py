@@ -40,7 +40,7 @@ def draw_engines(draw: Random) -> tuple[dict, dict, dict]:
     if draw.random() < 0.25:
         kv["max_attention_window"] = draw.randint(40, 90)
     if draw.random() < 0.2:
-        kv["kv_cache_dtype"], common = "fp8", common | test.IN_TORCH
+        kv["kv_cache_dtype"], common = "fp8", common | test.EXACT
     own = [{"max_batch_size": draw.choice([1, 4, 9])} for _ in range(2)]
     for options in own:
         if draw.random() < 0.5:
