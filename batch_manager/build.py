@@ -5,6 +5,8 @@ Only this file and build_rank.py import every concrete class.
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from .arguments import Callbacks, EngineArguments
 from .clock import reliable
-from .config import Limits, Parts, SpeculativeConfig, TrtGptModelOptionalParams
+from .config import Parts, SpeculativeConfig, TrtGptModelOptionalParams
 from .contained_log import RateLimitedLog, log
 from .custom_parts import (
     check_scheduler,
@@ -30,7 +32,8 @@ from .kv.kv_cache_manager import KvCacheManager
 from .kv.peft_cache_manager import PeftCacheManager
 from .loop.batch_scheme import InFlight, StaticBatches
 from .loop.callbacks import GuardedCallbacks
-from .loop.drafting import Drafting
+from .loop.draft_model import DraftModel, room_for_drafts
+from .loop.drafting import Drafter, Drafting
 from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.ngrams import NgramDrafter
@@ -70,20 +73,24 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
     params, clock = arguments.optional_params, reliable(parts.clock)
     guard = Guard(clock.monotonic, heartbeat, params.log_callback_errors)
     check_scheduler(parts.scheduler)
-    backend = (make_backend or make_local_backend)(arguments, parts)
-    stored = None
-    try:
+    with ExitStack() as undo:
+        drafter = make_drafter(arguments, parts, clock, undo)
+        backend = (make_backend or make_local_backend)(arguments, parts)
+        undo.callback(close_unused, backend)
         plan = plan_engine(arguments, parts, backend)
         info, limits = backend.info, plan.limits
+        if isinstance(drafter, DraftModel):
+            drafter.check_vocabulary(limits.vocab_size)
         kv_cache_manager = make_kv_cache_manager(plan, clock)
         assert callbacks.get_inference_requests_cb is not None and callbacks.send_response_cb is not None
         guarded = GuardedCallbacks(callbacks.get_inference_requests_cb, callbacks.send_response_cb,
                                    callbacks.poll_stop_signal_cb, callbacks.return_batch_manager_stats_cb, guard,
                                    params.max_admissions_per_iteration, parts.after_responses, parts.at_end,
                                    parts.kv_events, callbacks.alike)
-        kv_events, kv = None, params.kv_cache_config
+        stored, kv_events, kv = None, None, params.kv_cache_config
         if plan.has_store:
             stored = _make_stored(params, parts, kv_cache_manager, backend, clock)
+            undo.callback(stored.close)
         if plan.has_kv_events:
             kv_events = EventLog(kv_cache_manager, key=kv.event_hash_key, with_tokens=kv.event_tokens,
                                  most_kept=kv.event_buffer_max_size, log=RateLimitedLog(clock.monotonic))
@@ -115,12 +122,9 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             scheme=StaticBatches(limits.max_seq_len) if arguments.is_static else InFlight(),
             adapters=peft_cache_manager,
             kv_events=kv_events,
-            resources=_drafting(params.speculative_config, parts, limits, kv_cache_manager, guard))
-    except BaseException:
-        if stored is not None:
-            stored.close()
-        close_unused(backend)
-        raise
+            resources=[] if not limits.max_draft_tokens else [
+                Drafting(params.speculative_config, limits, kv_cache_manager, drafter, guard)])
+        undo.pop_all()
     log.info("%s on %s in %s, computed by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
              "time, %d tokens a step", arguments.model_type.name, info.device, info.dtype, info.dispatch,
              limits.num_blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_seq_len,
@@ -128,14 +132,53 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
     return loop
 
 
-def _drafting(config: SpeculativeConfig | None, parts: Parts, limits: Limits, kv_cache_manager: KvCacheManager,
-              guard: Guard) -> list[Drafting]:
-    if not limits.max_draft_tokens:
-        return []
-    drafter = parts.drafter
-    if drafter is None and config is not None:
-        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-    return [Drafting(config, limits, kv_cache_manager, drafter, guard)]
+def make_drafter(arguments: EngineArguments, parts: Parts, clock: Clock, undo: ExitStack) -> Drafter | None:
+    """Make what drafts tokens in the engine; None: nothing.
+
+    A draft model is loaded before the model, which then shares the memory that is left. `undo` gets what closes it.
+    """
+    config = arguments.optional_params.speculative_config
+    drafter: Drafter | None = parts.drafter
+    if config is None:
+        return drafter
+    if config.method != "draft_model":
+        return drafter or NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    try:
+        arguments = _arguments_of_draft_model(arguments, config)
+        backend = make_local_backend(arguments, Parts())
+    except ConfigError as error:
+        raise type(error)(f"the draft model: {error.fact}", error.expectation, error.fix) from error
+    undo.callback(close_unused, backend)
+    plan = plan_engine(arguments, Parts(), backend)
+    plan = replace(plan, window=room_for_drafts(plan.window))
+    return DraftModel(backend, make_kv_cache_manager(plan, clock), plan.limits.max_num_tokens, clock.monotonic)
+
+
+def _arguments_of_draft_model(arguments: EngineArguments, config: SpeculativeConfig) -> EngineArguments:
+    """Return the arguments of an engine for the draft model, in its own best form.
+
+    Its pool has as many tokens as that of the model. If free memory decides, it has its share of it.
+    """
+    from .models.loading import read_spec
+
+    params, kv = arguments.optional_params, arguments.optional_params.kv_cache_config
+    assert config.model is not None
+    own, share = read_spec(config.model), 1.0
+    lengths = [own.max_position_embeddings, params.max_seq_len]
+    if arguments.model_path is not None:
+        model = read_spec(arguments.model_path, params.model_implementation)
+        lengths.append(model.max_position_embeddings)
+        if kv.max_tokens is None:
+            entries, beside = (spec.num_layers * spec.num_kv_heads * spec.head_size for spec in (own, model))
+            share = entries / (entries + beside)
+    return replace(arguments, model_path=config.model, max_beam_width=1, max_draft_tokens=0, optional_params=replace(
+        params, quantization=config.quantization, max_seq_len=min(filter(None, lengths)), deterministic=False,
+        model_implementation="auto", run_ahead=False, enable_trt_overlap=False, speculative_config=None,
+        peft_cache_config=None, kv_transfer_config=None, parallel_config=None,
+        cuda_graphs=params.cuda_graphs and None, cpu_compile=params.cpu_compile and None,    # True is the model's alone
+        kv_cache_config=replace(kv, free_gpu_memory_fraction=kv.free_gpu_memory_fraction * share, host_cache_size=0,
+                                disk_cache_path=None, disk_cache_size=None, event_buffer_max_size=0,
+                                kv_cache_dtype="auto")))
 
 
 def _make_stored(params: TrtGptModelOptionalParams, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,

@@ -32,7 +32,7 @@ MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 MAX_RANKS = 1024              # of each kind of parallelism
 MAX_DRAFT_TOKENS = 64         # of a sequence in one step
-DRAFT_METHODS = ("ngram", "custom")
+DRAFT_METHODS = ("ngram", "custom", "draft_model")
 _LIKE_THIS = """for example {"method": "ngram", "num_speculative_tokens": 7}"""
 MAX_LOOKUP = 16               # tokens of an n-gram
 
@@ -279,24 +279,45 @@ class SpeculativeConfig:
     """How the engine drafts tokens, which the model verifies in one step. The tokens of a request do not change.
 
     method                   "ngram": the tokens after the earlier occurrence of the request's last tokens, in its own
-                             prompt and output, that agrees with the most of them. "custom": Parts.drafter drafts
+                             prompt and output, that agrees with the most of them. "custom": Parts.drafter drafts.
+                             "draft_model": a second model drafts, which samples as the request does
     num_speculative_tokens   most drafts of a sequence in a step
     prompt_lookup_max, prompt_lookup_min   how many of the last tokens must have occurred: the most, else fewer
+    model                    of "draft_model": path like `model_path`, with the same vocabulary
+    quantization             of `model`, as in TrtGptModelOptionalParams
     """
 
     method: str = "ngram"
     num_speculative_tokens: int = 7
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    model: str | PathLike[str] | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.method not in DRAFT_METHODS:
             raise ConfigError(f"SpeculativeConfig.method is {self.method!r}"[:200],
                               f"expected one of {', '.join(map(repr, DRAFT_METHODS))}",
-                              "draft models and heads of other engines are not supported")
+                              "heads of other engines are not supported")
+        self._check_model()
         put_count(self, "num_speculative_tokens", maximum=MAX_DRAFT_TOKENS, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_max", maximum=MAX_LOOKUP, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_min", maximum=self.prompt_lookup_max, owner="SpeculativeConfig.")
+
+    def _check_model(self) -> None:
+        path, has_model = self.model, self.method == "draft_model"
+        if (path is not None) is not has_model:
+            raise ConfigError(f"SpeculativeConfig.method is {self.method!r} with {'a' if path else 'no'} model"[:200],
+                              "'draft_model' is the method of a model", "set both or neither")
+        if has_model and not (isinstance(path, str | PathLike) and isinstance(fspath(path), str) and fspath(path)):
+            raise ConfigError(f"SpeculativeConfig.model is {path!r}"[:200], "expected the path of a model",
+                              "pass the folder of a Hugging Face checkpoint or a .gguf file")
+        if path is not None:
+            object.__setattr__(self, "model", fspath(path))
+        if self.quantization is not None and not (isinstance(self.quantization, str) and has_model
+                                                  and self.quantization in QUANTIZATIONS):
+            raise ConfigError(f"SpeculativeConfig.quantization is {self.quantization!r} with method {self.method!r}",
+                              f"expected one of {', '.join(QUANTIZATIONS)}, with 'draft_model'", "leave it out")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | str) -> "SpeculativeConfig":
@@ -312,7 +333,7 @@ class SpeculativeConfig:
         known = list(cls.__dataclass_fields__)
         if unknown := [str(name)[:64] for name in given if name not in known]:
             raise ConfigError(f"speculative_config has {unknown[0]!r}", f"its keys are {', '.join(known)}",
-                              "leave it out: draft models and heads of other engines are not supported")
+                              "leave it out: heads of other engines are not supported")
         if "method" not in given:
             raise ConfigError("speculative_config has no method",
                               f"expected one of {', '.join(map(repr, DRAFT_METHODS))}", _LIKE_THIS)
@@ -584,6 +605,8 @@ _OPTIONS_OF_OTHER_ENGINES = {
     "model_impl": "model_implementation=...",
     "load_in_8bit": 'quantization="int8"',
     "load_in_4bit": 'quantization="int4"',
+    **dict.fromkeys(("speculative_model", "draft_model"),
+                    'speculative_config=SpeculativeConfig("draft_model", model=...)'),
     "tp_size": "parallel_config=ParallelConfig(tensor_parallel_size=...)",
     "pp_size": "parallel_config=ParallelConfig(pipeline_parallel_size=...)",
 }
@@ -603,7 +626,6 @@ _NOT_HERE = {
     **dict.fromkeys(("enable_thinking", "chat_template_kwargs"),
                     "a variable of the chat template: LLM.chat(messages, template_options={'enable_thinking': ...})"),
     "served_model_name": "`batch-manager serve` has --served-model-name",
-    **dict.fromkeys(("speculative_model", "draft_model"), "draft models are not supported"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
-from math import log
 from operator import index
 from typing import Protocol
 
@@ -13,10 +12,11 @@ from ..kv.kv_cache_manager import ContextDrafts, KvCacheManager
 from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import context_drafts
 from ..scheduling.interfaces import SchedulerOutput
+from ..seams import MemoryUsage
+from .draft_model import ROW_COST, DraftModel
 from .ngrams import NgramDrafter
 
 MOST_MISSES, TOKENS_OF_A_REST = 4, 16
-ROW_COST = 0.08        # what a row adds to the time of a step, of the time of a step with one row
 MEMORY = 0.9           # weight of a step's drafts in the acceptance of a request, after each later step with drafts
 
 
@@ -65,18 +65,23 @@ class _Draft:
         self.accepted = self.tried = 0.0
         self.misses = self.rests_until = self.before = self.count = 0
 
-    def most(self, num_rows: int, length: int) -> int:
-        """Return how many drafts pay in a step of `num_rows` sequences: the draft at place k does if its expected
-        acceptance, rate ** k, exceeds its share of the time of the step.
+    def most(self, num_rows: int, length: int, most: int, cost: float = 0.0) -> int:
+        """Return how many drafts pay in a step of `num_rows` sequences, at most `most`: the draft at place k does if
+        its expected acceptance, rate ** k, exceeds what its time would yield without it. That is its share of the time
+        of the step, times the tokens that the drafts before it bring in that time.
 
         If none pays, a request still gets a draft every TOKENS_OF_A_REST tokens, as the text may have changed.
 
         length   number of tokens of the request
+        cost     time of drafting a token for all sequences, of the time of a step
         """
         rate, row = (1 + self.accepted) / (2 + self.tried), ROW_COST * num_rows
-        paying = int(log(row / (1 - ROW_COST + row)) / log(rate))
-        if paying:
-            return paying
+        share = row / (1 - ROW_COST + row) + cost
+        count, expected, tokens, time = 0, rate, 1.0, 1.0
+        while count < most and expected * time > share * tokens:
+            count, expected, tokens, time = count + 1, expected * rate, tokens + expected, time + share
+        if count:
+            return count
         self.rests_until = length + TOKENS_OF_A_REST
         return 1
 
@@ -95,6 +100,9 @@ class Drafting:
                  drafter: Drafter | None, guard: Guard) -> None:
         self._kv, self._limits, self._drafter = kv_cache_manager, limits, drafter
         self._most = 0 if config is None else min(config.num_speculative_tokens, limits.max_draft_tokens)
+        self._model = drafter if isinstance(drafter, DraftModel) else None
+        self._monotonic, self._fitted_at, self._step_seconds = guard.monotonic, 0.0, 0.0
+        self._first: LlmRequest | None = None
         self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
         self._in_propose = guard.containing("propose", kind="method of the drafter")
         self._in_allowed = guard.containing("allowed_drafts", kind="method of a logits post-processor")
@@ -110,6 +118,8 @@ class Drafting:
     def set_up(self, request: LlmRequest, setup: SlotSetup) -> SlotSetup:
         if self._most and request.speculation and is_verified(setup):
             self._of[request] = _Draft(setup.logits_post_processor)
+            if self._model is not None:
+                self._model.set_up(request, setup)
         return setup
 
     def release(self, request: LlmRequest) -> None:
@@ -130,8 +140,32 @@ class Drafting:
                 "Draft Time Microseconds": round(seconds * 1e6),
                 **{f"Accepted Draft Tokens At {place}": count for place, count in enumerate(self._accepted_at, 1)}}
 
+    def memory_usage(self) -> MemoryUsage:
+        """Return the bytes that a draft model takes."""
+        return MemoryUsage() if self._model is None else self._model.memory_usage()
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+
     def fit(self, plan: SchedulerOutput) -> None:
         """Propose drafts for requests of the plan. The plan is right, and its pauses are done."""
+        if self._model is None:
+            self._fit(plan)
+            return
+        self._time_step(plan)
+        self._fit(plan)
+        self._fitted_at = self._monotonic()
+
+    def _time_step(self, plan: SchedulerOutput) -> None:
+        """Note the time since the last plan, if that and this one only generate, for the same requests."""
+        first = plan.generation_requests[0] if plan.generation_requests and not plan.context_requests else None
+        if first is not None and first is self._first:
+            seconds = self._monotonic() - self._fitted_at
+            self._step_seconds += (seconds - self._step_seconds) * (0.2 if self._step_seconds else 1)
+        self._first = first
+
+    def _fit(self, plan: SchedulerOutput) -> None:
         generation, contexts = plan.generation_requests, plan.context_requests
         after_contexts = context_drafts(plan, self._kv) if contexts else []
         left = self._limits.max_num_tokens - len(generation) - (sum(plan.sizes) if contexts else 0)
@@ -140,7 +174,9 @@ class Drafting:
         self._note_clients(generation, after_contexts)
         if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
-        asked, max_lengths, num_rows = [], [], len(generation)
+        asked, max_lengths, num_rows, cost = [], [], len(generation), 0.0
+        if self._model is not None and self._step_seconds:
+            cost = self._model.seconds_per_draft / self._step_seconds
         for request in generation:
             draft = self._of.get(request)
             if draft is None:
@@ -149,8 +185,8 @@ class Drafting:
             self._count(draft, length)
             if length >= draft.rests_until and request.final_length - length > 1:
                 asked.append(request)
-                max_lengths.append(min(draft.most(num_rows, length), self._most, left,
-                                       request.final_length - length - 1))
+                most = min(self._most, left, request.final_length - length - 1)
+                max_lengths.append(draft.most(num_rows, length, most, cost))
         proposed: list[tuple[LlmRequest, list[int]]] = []
         for request, tokens in zip(asked, self._propose(asked, max_lengths)):
             if tokens := self._allowed(request, tokens[:left]):
@@ -163,7 +199,8 @@ class Drafting:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
         if not requests or self._drafter is None:
             return []
-        lent = [] if isinstance(self._drafter, NgramDrafter) else [(request, request.tokens) for request in requests]
+        is_own = isinstance(self._drafter, NgramDrafter | DraftModel)
+        lent = [] if is_own else [(request, request.tokens) for request in requests]
         try:
             for request, tokens in lent:
                 request.tokens = [tokens[0].copy()]        # a drafter may append its guesses to them

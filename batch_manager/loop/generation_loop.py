@@ -99,6 +99,7 @@ class GenerationLoop:
         self._flush_stats_when_idle = flush_stats_when_idle
         self.reporter = Reporter(
             callbacks=callbacks, backend=backend, clock=clock, limits=limits, trace=trace, scheme=scheme,
+            others_with_memory=[each for each in self._resources.others if hasattr(each, "memory_usage")],
             owners=(intake, self.timings, self.window, self._runner, callbacks, self._resources,
                     *(() if kv_events is None else (kv_events,)),
                     *(() if self.stored is None else (self.stored,))),
@@ -186,8 +187,10 @@ class GenerationLoop:
         An exception of a custom backend is counted and logged, and the worker ends all the same.
         """
         self.answer_the_rest(error)
-        with self.callbacks.guard.containing("close", kind="method of the backend"):
-            self.backend.close()
+        owners: list[Any] = [self.backend, *(each for each in self._resources.others if hasattr(each, "close"))]
+        for owner in owners:
+            with self.callbacks.guard.containing("close", kind="method of the backend"):
+                owner.close()
         self.callbacks.at_end(health)
 
     def check(self, request: InferenceRequest) -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields
 from enum import Enum
 from math import inf
 from operator import index
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..config import Limits
 from ..seams import Clock, MemoryUsage, ModelBackend
@@ -32,13 +32,14 @@ class Reporter:
 
     def __init__(self, *, callbacks: GuardedCallbacks, backend: ModelBackend, clock: Clock, limits: Limits,
                  scheme: BatchScheme, trace: Callable[[IterationTrace], None] | None, owners: Sequence[StatisticsOwner],
-                 other_settings: Mapping[str, int | str]) -> None:
+                 other_settings: Mapping[str, int | str], others_with_memory: Sequence[Any] = ()) -> None:
         """
+        others_with_memory   what has `memory_usage` besides the backend
         owners           give their statistics to each record, before those of the backend
         other_settings   name -> value of the settings that a trace has beside the limits and the scheme
         """
         self._callbacks = callbacks
-        self._backend = backend
+        self._backend, self._others_with_memory = backend, others_with_memory
         self._clock = clock
         self._scheme = scheme
         self._figures = [owner.figures for owner in owners]
@@ -105,10 +106,11 @@ class Reporter:
         return {}
 
     def _memory_now(self) -> MemoryUsage:
-        """Return the memory use of the backend; zeros if the backend raises, so that no request fails."""
+        """Return the memory use of the engine; zeros if the backend raises, so that no request fails."""
         with self._in_memory_usage:
-            memory = self._backend.memory_usage()
-            gpu, cpu, pinned = map(index, (memory.gpu, memory.cpu, memory.pinned))
+            found = [owner.memory_usage() for owner in (self._backend, *self._others_with_memory)]
+            gpu, cpu, pinned = (sum(index(getattr(memory, kind)) for memory in found)
+                                for kind in ("gpu", "cpu", "pinned"))
             if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
                 raise ValueError("not a number of bytes")
             return MemoryUsage(gpu, cpu, pinned)

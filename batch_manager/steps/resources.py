@@ -34,7 +34,8 @@ class Resource(Protocol):
     """A resource that a request holds, besides KV cache blocks, from its first step to its end or a pause.
 
     kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource. A resource may also
-    have `fit(plan)`, which is called with each plan before its claim, and may propose drafts for generating requests.
+    have `fit(plan)`, which is called with each plan before its claim, and may propose drafts for generating requests;
+    `memory_usage()`, the memory that it takes beside the backend's; and `close()`, called after the last request.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:

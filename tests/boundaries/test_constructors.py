@@ -98,11 +98,15 @@ PEFT_OPTIONS = {
 }
 
 SPECULATIVE_OPTIONS = {
-    "method": (("ngram", "custom"), ("", "Ngram", "eagle", None, 5, ["ngram"])),
+    "method": (("ngram", "custom"), ("draft_model", "", "Ngram", "eagle", None, 5, ["ngram"])),
     "num_speculative_tokens": ((1, 7, MAX_DRAFT_TOKENS), (0, -1, MAX_DRAFT_TOKENS + 1, None, *NO_COUNT)),
     "prompt_lookup_max": ((2, MAX_LOOKUP), (0, -1, MAX_LOOKUP + 1, None, *NO_COUNT)),
     "prompt_lookup_min": ((1, 4), (0, -1, 5, None, *NO_COUNT)),        # the most is 4
+    "model": (("folder", "a.gguf"), ("", 5, b"folder", ["folder"])),
+    "quantization": ((None, "int8", "int4"), ("int2", "", 8, ["int8"])),
 }
+COMPANIONS = {(SpeculativeConfig, "model"): {"method": "draft_model"},
+              (SpeculativeConfig, "quantization"): {"method": "draft_model", "model": "folder"}}
 
 HOSTS = ("", "a\n", "é", "x" * 256, None, 5, b"10.0.0.1")
 TRANSFER_OPTIONS = {
@@ -213,11 +217,12 @@ def test_a_bad_value_of_ranks(name, value):
                                                   (KvTransferConfig, TRANSFER_OPTIONS)) for name in table])
 def test_values_of_adapters_drafts_and_transfers(options, table, name, which):
     for value in table[name][which]:
+        given = {name: value, **COMPANIONS.get((options, name), {})}
         if not which:
-            assert getattr(options(**{name: value}), name) == value
+            assert getattr(options(**given), name) == value
             continue
         with pytest.raises(ConfigError, match=f"{options.__name__}.{name} is "):
-            options(**{name: value})
+            options(**given)
 
 
 @pytest.mark.parametrize("options, says", [

@@ -19,6 +19,7 @@ from batch_manager import (
     TrtGptModelType,
 )
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
+from batch_manager.loop.draft_model import DraftModel
 from batch_manager.loop.drafting import _Draft, is_verified
 from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
@@ -70,13 +71,30 @@ def serve(make_manager, new_request, speculative_config=None, drafts=(), **engin
     return found, json.loads(client.stats[-1])
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """The shipped model without its last layer, which often draws the same token."""
+    folder, config = tmp_path_factory.mktemp("shallow"), json.loads((SHIPPED / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    last = f"layers.{config['num_hidden_layers']}."
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor for name, tensor in load_file(SHIPPED / "model.safetensors").items() if last not in name},
+              folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize("name", ENGINES)
-def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, name):
+def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, shallow, monkeypatch, name):
     expected, record = serve(make_manager, new_request, **ENGINES[name])
     assert "Draft Tokens" not in record
-    for right in (None, 1.0, 0.6, 0.0) if name == "compiled" else (None, 0.7):
+    for right in (None, 1.0, 0.6, 0.0, "model") if name == "compiled" else (None, 0.7, "model"):
         options, config = ENGINES[name], SpeculativeConfig(num_speculative_tokens=5)
-        if right is not None:
+        if right == "model":
+            config = SpeculativeConfig("draft_model", 5, model=SHIPPED if name == "deterministic" else shallow,
+                                       quantization="int4" if name == "deterministic" else None)
+            monkeypatch.setattr(DraftModel, "seconds_per_draft", property(lambda model: 0, lambda model, value: None),
+                                raising=False)                     # it always pays
+        elif right is not None:
             texts = {i: tokens for i, (tokens, _) in expected.items()}
             drafter = KnowingDrafter(texts, VOCAB, right, odd=0.2 if right == 0.6 else 0)
             options, config = options | {"parts": {"drafter": drafter}}, replace(config, method="custom")
@@ -91,7 +109,9 @@ def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, name)
                 np.testing.assert_allclose(found[i][1], log_probs, atol=2e-4)
         drafts, accepted = record["Draft Tokens"], record["Accepted Draft Tokens"]
         assert record["Draft Steps"] > 2 and drafts >= record["Draft Steps"]
-        if right is not None:
+        if right == "model":
+            assert 0.2 * drafts < accepted < drafts and "Failed propose Callbacks" not in record
+        elif right is not None:
             of_clients = sum(i % 6 for i in PROMPTS if i % 4) if "drafts" in options else 0
             if right == 0:
                 assert accepted == of_clients
@@ -297,14 +317,32 @@ def test_drafts_are_proposed_where_they_pay():
     """More drafts for a request whose drafts are accepted, fewer in a large step; then one every 16 tokens."""
     draft = _Draft()
     draft.accepted, draft.tried = 6.0, 6.0
-    assert draft.most(1, 100) > draft.most(8, 100) > draft.most(32, 100) > 1 and draft.rests_until == 0
+    assert 64 > draft.most(1, 100, 64) > draft.most(8, 100, 64) > draft.most(32, 100, 64) >= draft.most(1, 100, 1) == 1
+    assert draft.most(1, 100, 64) > draft.most(1, 100, 64, 0.3) > draft.most(1, 100, 64, 0.6) and draft.rests_until == 0
     draft.accepted = 1.0
-    assert draft.most(1, 100) >= 1 and draft.rests_until == 0
-    assert draft.most(32, 100) == 1 and draft.rests_until == 116
+    assert draft.most(1, 100, 64) >= 1 and draft.rests_until == 0
+    assert draft.most(32, 100, 64) == 1 and draft.rests_until == 116
+
+
+def test_as_many_drafts_pay_as_bring_the_most_tokens_in_a_time():
+    """Compared with the best of all numbers of drafts."""
+    draw, draft = random.Random(5), _Draft()
+    for _ in range(300):
+        draft.tried = draw.uniform(0, 8)
+        draft.accepted, rows, cost = draw.uniform(0, draft.tried), draw.randint(1, 9), draw.uniform(0, 0.5)
+        rate, share = (1 + draft.accepted) / (2 + draft.tried), cost + 0.08 * rows / (0.92 + 0.08 * rows)
+        speeds = [sum(rate**place for place in range(count + 1)) / (1 + share * count) for count in range(65)]
+        assert draft.most(rows, 1, 64, cost) == max(1, int(np.argmax(speeds)))
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected one of 'ngram', 'custom'"),
+    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected one of 'ngram', 'custom', 'draft_"),
+    ({"method": "draft_model"}, "SpeculativeConfig.method is 'draft_model' with no model; 'draft_model' is the method"),
+    ({"model": "a"}, "SpeculativeConfig.method is 'ngram' with a model; 'draft_model' is the method of a"),
+    ({"method": "draft_model", "model": ""}, "SpeculativeConfig.model is ''; expected the path of a model"),
+    ({"method": "draft_model", "model": 5}, "SpeculativeConfig.model is 5; expected the path of a model"),
+    ({"method": "draft_model", "model": "a", "quantization": "fp8"}, "SpeculativeConfig.quantization is 'fp8' with"),
+    ({"quantization": "int8"}, "SpeculativeConfig.quantization is 'int8' with method 'ngram'; expected one of int8"),
     ({"num_speculative_tokens": 0}, "SpeculativeConfig.num_speculative_tokens is 0"),
     ({"num_speculative_tokens": 65}, "SpeculativeConfig.num_speculative_tokens is 65"),
     ({"prompt_lookup_max": 17}, "SpeculativeConfig.prompt_lookup_max is 17"),
@@ -317,6 +355,7 @@ def test_wrong_options_are_refused(options, says):
 
 @pytest.mark.parametrize(("given", "says"), [
     ("", "is no JSON"), ("[]", "expected an object"), ("{}", "has no method; expected one of 'ngram', 'custom'"),
+    ('{"method": "draft_model"}', "'draft_model' with no model"),
     ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "speculative_config has 'draft_tensor_parallel_size'"),
     ('{"method": "medusa"}', "SpeculativeConfig.method is 'medusa'"), ('{"method": []}', "method is"),
     ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens is"),
