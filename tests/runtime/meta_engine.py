@@ -163,7 +163,7 @@ class Engine:
         self.parts = parts = SimpleNamespace(
             device=META, uploads=self.uploads, readbacks=SimpleNamespace(start=lambda tensors, is_reused=False: None),
             tables=self.tables, slots=self.decoder.state, decoder=self.decoder, attention=self.attention,
-            num_slots=SLOTS, tokens_per_block=SIZE, vocab_size=VOCAB, adapters=None)
+            num_slots=SLOTS, tokens_per_block=SIZE, vocab_size=VOCAB, adapters=None, clear_entries=None)
         self.inputs = FixedInputs(parts, largest_shapes(SLOTS, MIXED))
         launches = Launches(parts, self.inputs, model, None)
         shapes = captured_shapes(SLOTS, MIXED, self.inputs.may_split)
