@@ -18,7 +18,7 @@ from batch_manager.parallel.leader import Leader
 from batch_manager.parallel.link import Link
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.seams import BackendInfo, MemoryUsage
-from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, _drafts_of
 
 RANK_TIMEOUT_S = 4.0
 MOST_WAITS_FOR_A_STEP = 5_000          # of the leader, in which nobody does anything
@@ -108,7 +108,7 @@ class TellsDrawnTokens:
         starts = range(len(output.slots) + 1) if output.row_starts is None else output.row_starts.tolist()
         for row, slot in enumerate(output.slots.tolist()):
             tokens = output.tokens[starts[row]:starts[row + 1]].tolist()
-            if output.parents is not None:
+            if output.parents is not None and not batch.has_drafts:
                 self._drawn += [(slot, beam, ends[slot], token) for beam, token in enumerate(tokens)]
             elif tokens:                               # with drafts: the accepted ones, then one more
                 self._drawn.append((slot, 0, ends[slot] + len(tokens) - 1, tokens[-1]))
@@ -168,11 +168,12 @@ class ScriptedRank:
         for work in batch.context:
             positions = work.start + np.arange(len(work.token_ids))
             self.pool[self._tables.rows[work.slot * width, positions // size], positions % size] = work.token_ids
-        generation = batch.generation
+        generation, drafts_of = batch.generation, _drafts_of(batch)
         for slot, length in zip(generation.slots.tolist(), generation.kv_lengths.tolist()):
             for beam in range(generation.beam_width):
-                block = self._tables.rows[slot * width + beam, length // size]
-                self.pool[block, length % size] = self._drawn[slot, beam, length % COLUMNS]
+                tokens = [self._drawn[slot, beam, length % COLUMNS], *drafts_of.get(slot, ())]
+                for position, token in enumerate(tokens, length):
+                    self.pool[self._tables.rows[slot * width + beam, position // size], position % size] = token
         self.on_step(batch)
         self.num_steps += 1
         return self
