@@ -280,8 +280,8 @@ class SimulatedDevice(ScriptedBackend):
         slots, rng = batch.slots(), self._faults.rng
         victim = rng.choice(slots)
 
-        def blame(slot: int, code: ErrorCode) -> None:
-            self._blame(self._owner_of(slot), code, batch.iteration)
+        def blame(slot: int, code: ErrorCode, must: bool = True) -> None:
+            self._blame(self._owner_of(slot), code, batch.iteration, must=must)
 
         in_finish = rng.random() < 0.5
         kind = name.removeprefix("model.")
@@ -297,13 +297,13 @@ class SimulatedDevice(ScriptedBackend):
             blame(victim, ErrorCode.MODEL_ERROR)
             return Order(lambda part: RuntimeError("planted") if victim in part else None, in_finish)
         if kind == "raises_once":
-            if alone:                                              # a batch of one is not run again
-                blame(victim, ErrorCode.MODEL_ERROR)
+            if alone:                                  # a batch of one is not run again, but without its drafts
+                blame(victim, ErrorCode.MODEL_ERROR, not batch.has_drafts)
             errors = [rng.choice([RuntimeError, SystemExit, GeneratorExit])("planted")]
 
             def raises(part: list[int]) -> BaseException | None:
                 if errors and len(part) == 1 and not alone:    # the first run failed with the step before it
-                    blame(part[0], ErrorCode.MODEL_ERROR)
+                    blame(part[0], ErrorCode.MODEL_ERROR, not batch.has_drafts)
                 return errors.pop() if errors else None
 
             return Order(raises, in_finish)
@@ -332,12 +332,12 @@ class SimulatedDevice(ScriptedBackend):
             return self._wrong_token(victim, rng)
         if kind == "wrong_rows":
             if alone:
-                blame(victim, ErrorCode.MODEL_ERROR)
+                blame(victim, ErrorCode.MODEL_ERROR, not batch.has_drafts)
             spoils = [rng.choice([one_row_too_few, one_token_too_few, one_row_too_many])]
 
             def spoil(output: StepOutput, part: list[int]) -> StepOutput:
                 if spoils and len(part) == 1 and not alone:    # the first run was not read: the step before it failed
-                    blame(part[0], ErrorCode.MODEL_ERROR)
+                    blame(part[0], ErrorCode.MODEL_ERROR, not batch.has_drafts)
                 return spoils.pop()(output) if spoils else output
 
             return Order(spoils=spoil)
