@@ -40,8 +40,9 @@ def damage_file(draw: Random, path: Path, other: Path) -> str:
     elif kind == "renamed":
         name = draw.randbytes(32).hex()
         target = path.parents[1] / name[:2] / f"{name[2:]}.kv"
-        target.parent.mkdir(exist_ok=True)
-        os.rename(path, target)
+        if not target.parent.is_symlink() and not target.parent.is_file():     # an earlier damage
+            target.parent.mkdir(exist_ok=True)
+            os.rename(path, target)
     else:
         path.unlink()
         if kind in ("link", "dangling"):
