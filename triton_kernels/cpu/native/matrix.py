@@ -23,6 +23,7 @@ from .library import (
 )
 
 BLOCK = 32                          # inputs of a quantised block
+WORD_BYTES = 4                      # a number has two words in a prepared row
 ROW_BLOCK_BYTES = 32                # of RowBlock in quantised.h
 
 
@@ -227,5 +228,5 @@ class QuantisedMatrix(PanelMatrix):
 
 def prepared_entries(inputs: int, dtype: torch.dtype) -> int:
     """Return the number of entries of `dtype` that a prepared row takes, see quantised.h."""
-    word_bytes, padded = 2 * (2 if dtype == torch.float32 else 1), padded_inputs(inputs)
-    return -(-(padded * word_bytes + padded // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize)
+    padded = padded_inputs(inputs)
+    return (padded * WORD_BYTES + padded // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize

@@ -11,9 +11,10 @@
      2 bits     bits 2 (p % 8) and 2 (p % 8) + 1 of line p / 8
      3 bits     these, and bit p of one more line
      4 bits     nibble p % 4 of line p / 4
-     5 bits     the nibble, and bit p of one more line
-     6 bits     the nibble, and bits 2 (p % 8) and 2 (p % 8) + 1 of one of two more lines, p / 8
-     8 bits     byte p % 2 of line p / 2
+     5 bits     the nibble, and bit u of one more line
+     6 bits     the nibble, and bits u and u + 1 of one of two more lines, p / 8
+     8 bits     byte p / 2 % 2 of line p / 4 * 2 + p % 2
+   where upper_bit chooses u so that the bytes of a line have the same inputs in all these types.
 
    Rows of x are prepared: in each block of 32 numbers, fixed point with 15 bits and a sign, and the power of two that
    this needs. A bfloat16 number is rounded only if it is below 1/128 of the largest of its block. For float32, a second
@@ -45,6 +46,11 @@ INLINE int in_table(int type) { return type == IQ4_NL || type == IQ4_XS; }
 static const int16_t table_of_levels[32] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 INLINE int level_bits(int type) {
     return has_bytes(type) ? 8 : type == Q2_K ? 2 : type == Q3_K ? 3 : type == Q6_K ? 6 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 5 : 4;
+}
+/* The place of the upper bits of pair p in a word. */
+INLINE int upper_bit(int type, int p) {
+    int of_byte = p / 2 % 2 * 8, place = p / 4 * 2 + p % 2;
+    return level_bits(type) == 5 ? of_byte + place : of_byte + place % 4 * 2;
 }
 /* What is subtracted from stored levels. */
 INLINE int offset_of(int type) {
@@ -151,12 +157,22 @@ INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 
 /* ---------------------------------------------------------------- rows of x */
 
-/* A block of a prepared row. The words of all blocks come before the first of these. */
+/* A block of a prepared row. Before the first of these are the words of all blocks, then their second words, for
+   float32, or the bytes of the words in the order of in_byte_products, for bfloat16. */
 typedef struct {
     float scale;                      /* of the first words; NaN if a number of the block is not finite */
     float total, totals[2];           /* sum of the numbers, and of each half */
-    int32_t sums[2][2];               /* sums of the first and the second words, of each half of the block */
+    union {
+        int32_t sums[2][2];           /* sums of the first and the second words, of each half of the block */
+        struct { int32_t of_words[2], upper_sum; };    /* for bfloat16: sum of the upper bytes of the words */
+    };
 } RowBlock;
+
+#if LANES == 16 && defined(__AVX512VNNI__)
+#define HAS_BYTE_PRODUCTS 1           /* see sum_in_bytes */
+#else
+#define HAS_BYTE_PRODUCTS 0
+#endif
 
 INLINE int words_per_number(int type) { return type == FLOAT32 ? 2 : 1; }
 
@@ -167,7 +183,7 @@ typedef struct {
 
 INLINE PreparedRow prepared_row(const void *row, int64_t inputs, int type) {
     const int16_t *first = (const int16_t *)row;
-    return (PreparedRow){{first, first + inputs}, (const RowBlock *)(first + words_per_number(type) * inputs)};
+    return (PreparedRow){{first, first + inputs}, (const RowBlock *)(first + 2 * inputs)};
 }
 
 INLINE floats rounded(floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
@@ -228,12 +244,30 @@ INLINE void prepare_row(const void *x, void *to, int64_t size, int type) {
             block->totals[half] = (float)sum * smallest;
             total += sum;
         }
+#if HAS_BYTE_PRODUCTS
+        if (type != FLOAT32) {
+            /* Of each 8 inputs, the lower and the upper bytes of 0, 4, 1, 5, then of 2, 6, 3, 7. */
+            __m512i order = _mm512_broadcast_i32x4(
+                _mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15));
+            __m512i bytes = _mm512_shuffle_epi8(_mm512_loadu_si512(row.words[0] + b * BLOCK_INPUTS), order);
+            _mm512_storeu_si512((void *)(row.words[1] + b * BLOCK_INPUTS), bytes);
+            __m512i upper = _mm512_maskz_mov_epi32(0xaaaa, bytes);
+            __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), upper);
+            block->upper_sum = sum_of((integers)sums);
+        }
+#endif
         block->scale = scale;
         block->total = (float)total * smallest;
     }
 }
 
 /* ---------------------------------------------------------------- products */
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define UNROLLED                      /* instrumented code would take minutes to compile */
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 INLINE pairs line(const uint8_t *from) { return *(const pairs *)from; }
 INLINE pairs shifted(pairs w, int right) { return right >= 0 ? w >> right : w << -right; }
@@ -255,8 +289,8 @@ INLINE pairs looked_up(pairs w) {
 /* The levels of pair p of LANES outputs, as stored. */
 INLINE pairs levels_of(int type, const uint8_t *levels, int p) {
     if (has_bytes(type)) {
-        signed_pairs both = (signed_pairs)line(levels + p / 2 * LINE_BYTES);
-        return (pairs)((p % 2 ? both : (signed_pairs)((pairs)both << 8)) >> 8);
+        signed_pairs both = (signed_pairs)line(levels + (p / 4 * 2 + p % 2) * LINE_BYTES);
+        return (pairs)((p / 2 % 2 ? both : (signed_pairs)((pairs)both << 8)) >> 8);
     }
     if (level_bits(type) < 4) {
         pairs w = shifted(line(levels + p / 8 * LINE_BYTES), p % 8 * 2) & 3;
@@ -264,9 +298,37 @@ INLINE pairs levels_of(int type, const uint8_t *levels, int p) {
     }
     pairs w = shifted(line(levels + p / 4 * LINE_BYTES), p % 4 * 4);
     if (p % 4 < 3 || level_bits(type) > 4) w &= 15;
-    if (level_bits(type) == 5) w |= shifted(line(levels + 4 * LINE_BYTES), p - 4) & 16;
-    if (level_bits(type) == 6) w |= shifted(line(levels + (4 + p / 8) * LINE_BYTES), p % 8 * 2 - 4) & 48;
+    if (level_bits(type) == 5) w |= shifted(line(levels + 4 * LINE_BYTES), upper_bit(type, p) - 4) & 16;
+    if (level_bits(type) == 6) w |= shifted(line(levels + (4 + p / 8) * LINE_BYTES), upper_bit(type, p) - 4) & 48;
     return in_table(type) ? looked_up(w) : w;
+}
+
+/* Whether one row of bfloat16 is multiplied as bytes: x = 256 upper + lower. Bytes of levels take half the instructions
+   to unpack. The sums are those of words. For more rows, adding up two sums takes longer. */
+INLINE int in_byte_products(int type) { return HAS_BYTE_PRODUCTS && level_bits(type) >= 4 && !in_table(type); }
+
+/* start + the sums of the inputs in the lines `first` .. `first` + count - 1 of the bytes of x, for LANES outputs. */
+INLINE integers sum_in_bytes(int type, const uint8_t *levels, int first, int count, const int32_t *x, integers start) {
+#if HAS_BYTE_PRODUCTS
+    __m512i lower = (__m512i)start, upper = _mm512_setzero_si512();
+    UNROLLED for (int i = first; i < first + count; i++) {
+        words w = (words)line(levels + (has_bytes(type) ? i : i / 2) * LINE_BYTES), positive;
+        if (has_bytes(type)) {
+            positive = w ^ 0x80808080;       /* + 128, which upper_sum makes up for */
+        } else {
+            w = (i % 2 ? w >> 4 : w) & 0x0f0f0f0f;
+            const uint8_t *more = levels + (4 + (level_bits(type) == 6) * (i / 4)) * LINE_BYTES;
+            if (level_bits(type) == 5) w |= (words)shifted(line(more), i - 4) & 0x10101010;
+            if (level_bits(type) == 6) w |= (words)shifted(line(more), i % 4 * 2 - 4) & 0x30303030;
+            positive = w;
+        }
+        lower = _mm512_dpbusd_epi32(lower, _mm512_set1_epi32(x[2 * i]), (__m512i)w);
+        upper = _mm512_dpbusd_epi32(upper, (__m512i)positive, _mm512_set1_epi32(x[2 * i + 1]));
+    }
+    return (integers)lower + ((integers)upper << 8);
+#else
+    return start;
+#endif
 }
 
 typedef struct { floats scale[2], minimum[2]; } Scales;
@@ -314,12 +376,6 @@ INLINE Scales scales_of(int type, const uint8_t *scales, Factors factors) {
     return s;
 }
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define UNROLLED                      /* instrumented code would take minutes to compile */
-#else
-#define UNROLLED _Pragma("GCC unroll 16")
-#endif
-
 /* Multiply R rows with P adjacent panels, which share the loads of x. */
 INLINE void multiply_panels(const int type, const int R, const int P, const int row_type, const Matrix *m,
                             const QuantisedPart *part, const char *x, int64_t row_bytes, const Target *t, int64_t row,
@@ -328,6 +384,7 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
     const int64_t blocks = m->inputs / BLOCK_INPUTS, panel_bytes = quantised_panel_bytes(part, m->inputs);
     const uint8_t *first = part->panels + (panel - part->first_panel) * panel_bytes;
     const int64_t shared = in_groups(type) ? part->group_blocks : BLOCKS_OF_A_FACTOR;
+    const int is_in_bytes = R == 1 && row_type == BFLOAT16 && in_byte_products(type);
     PreparedRow from[MAX_QUANTISED_ROWS];
     for (int r = 0; r < R; r++) from[r] = prepared_row(x + r * row_bytes, m->inputs, row_type);
     for (int v = 0; v < PARTS; v++) {
@@ -338,8 +395,12 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
         int64_t next_factors = factors_at(type, blocks), next_block = 0;       /* next_block has other factors */
         for (int64_t b = 0; b < blocks; b++) {
             if ((is_k(type) || in_groups(type)) && b == next_block) {
-                UNROLLED for (int q = 0; q < P; q++)
-                    factors[q] = factors_of(type, part, first + q * panel_bytes + next_factors, v * LANES);
+                UNROLLED for (int q = 0; q < P; q++) {
+                    const uint8_t *here = first + q * panel_bytes + next_factors;
+                    factors[q] = factors_of(type, part, here, v * LANES);
+                    /* Those of the next panels are not in the stream of levels: each panel would wait for them. */
+                    if (v == 0) prefetch_soon(here + P * panel_bytes);
+                }
                 next_factors += factor_bytes(part), next_block += shared;
             }
             int64_t ahead = PREFETCHED_AHEAD / P;
@@ -364,13 +425,21 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                 UNROLLED for (int r = 0; r < R; r++)
                     UNROLLED for (int w = 0; w < num_words; w++) {
                         const int32_t *sum = from[r].blocks[b].sums[w];
-                        UNROLLED for (int q = 0; q < P; q++)
+                        UNROLLED for (int q = 0; q < P; q++) {
                             if (in_groups(type)) found[r][w][q] = -factors[q].zero * all_integers(sum[0] + sum[1]);
                             else found[r][w][q] = all_integers(offset_of(type) == 0 ? 0 : -offset_of(type) * (
                                 scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
+                            if (is_in_bytes && has_bytes(type))
+                                found[r][w][q] -= all_integers(from[r].blocks[b].upper_sum * 0x8000);
+                        }
                     }
                 const int count = BLOCK_INPUTS / 2 / scales_per_block(type);
-                UNROLLED for (int p = half * count; p < (half + 1) * count; p++) {
+                if (is_in_bytes) {
+                    const int32_t *bytes = (const int32_t *)(from[0].words[1] + b * BLOCK_INPUTS);
+                    UNROLLED for (int q = 0; q < P; q++)
+                        found[0][0][q] = sum_in_bytes(type, levels[q], half * count / 2, count / 2, bytes,
+                                                      found[0][0][q]);
+                } else UNROLLED for (int p = half * count; p < (half + 1) * count; p++) {
                     pairs weights[MAX_QUANTISED_PANELS];
                     UNROLLED for (int q = 0; q < P; q++) weights[q] = levels_of(type, levels[q], p);
                     UNROLLED for (int r = 0; r < R; r++)
@@ -565,7 +634,7 @@ static void put_block(const QuantisedPart *part, uint8_t *panel, int64_t blocks,
         for (int p = 0; p < BLOCK_INPUTS / 2; p++) {
             unsigned level = f->levels[2 * p + h];
             if (has_bytes(type)) {
-                word[p / 2] |= (uint16_t)(level << p % 2 * 8);
+                word[p / 4 * 2 + p % 2] |= (uint16_t)(level << p / 2 % 2 * 8);
                 continue;
             }
             if (level_bits(type) < 4) {
@@ -574,8 +643,8 @@ static void put_block(const QuantisedPart *part, uint8_t *panel, int64_t blocks,
                 continue;
             }
             word[p / 4] |= (uint16_t)((level & 15) << p % 4 * 4);
-            if (level_bits(type) == 5) word[4] |= (uint16_t)((level >> 4) << p);
-            if (level_bits(type) == 6) word[4 + p / 8] |= (uint16_t)((level >> 4) << p % 8 * 2);
+            if (level_bits(type) == 5) word[4] |= (uint16_t)((level >> 4) << upper_bit(type, p));
+            if (level_bits(type) == 6) word[4 + p / 8] |= (uint16_t)((level >> 4) << upper_bit(type, p));
         }
         for (int i = 0; i < level_bits(type); i++) memcpy(levels + i * LINE_BYTES + h * 2, word + i, 2);
     }
@@ -614,14 +683,14 @@ static void decode_row(const QuantisedPart *part, const uint8_t *panel, int64_t 
             const uint8_t *words = levels + i % 2 * 2;
             int level;
             if (has_bytes(type)) {
-                level = (int8_t)words[p / 2 * LINE_BYTES + p % 2];
+                level = (int8_t)words[(p / 4 * 2 + p % 2) * LINE_BYTES + p / 2 % 2];
             } else if (level_bits(type) < 4) {
                 level = half_at(words + p / 8 * LINE_BYTES) >> p % 8 * 2 & 3;
                 if (level_bits(type) == 3) level |= (half_at(words + 2 * LINE_BYTES) >> p & 1) << 2;
             } else {
                 level = half_at(words + p / 4 * LINE_BYTES) >> p % 4 * 4 & 15;
-                if (level_bits(type) == 5) level |= (half_at(words + 4 * LINE_BYTES) >> p & 1) << 4;
-                if (level_bits(type) == 6) level |= (half_at(words + (4 + p / 8) * LINE_BYTES) >> p % 8 * 2 & 3) << 4;
+                int upper = half_at(words + (4 + (level_bits(type) == 6) * (p / 8)) * LINE_BYTES) >> upper_bit(type, p);
+                if (level_bits(type) > 4) level |= (upper & (level_bits(type) == 5 ? 1 : 3)) << 4;
             }
             if (in_table(type)) level = table_of_levels[level];
             int half = i / (BLOCK_INPUTS / 2);
