@@ -56,10 +56,12 @@ class Run:
     loaded     ids of the requests that waited for blocks from a disk, and got some
     outcomes   request id -> its outcome, see `outcome_of`
     drafter    of a world with drafts
+    kv_cache_dtype   that the engine says it has
     """
 
     world: World
     drafter: KnowingDrafter | None = None
+    kv_cache_dtype: str = ""
     trace: list[Any] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
     ahead: set[int] = field(default_factory=set)
@@ -283,6 +285,7 @@ def without_end(ask: Ask, block: int) -> Ask:
 
 def prepared(loop: Any, world: World, run: Run) -> Any:
     """Give an engine its adapters, if the world has any, and have its store run in its turns, if it has one."""
+    run.kv_cache_dtype = loop.backend.info.kv_cache_dtype
     if world.adapter_pages:
         modules = loop.backend.info.adapter_modules
         for task_id, rank in FEATURES["L"].ranks.items():

@@ -432,7 +432,33 @@ class QuantisedWeights(Feature):
         patch.setattr(linear, "quantised", in_turns)
 
 
+class Fp8Cache(Feature):
+    """With `deterministic`, because rounding makes a large difference of a small one."""
+
+    letter, name, page = "F", "FP8 cache", "kv-cache.md#keys-and-values-in-fp8"
+    defines_output = needs_model = True
+    models = ("llama",)
+
+    def engine(self, world: "World", draw: Random) -> None:
+        world.kv["kv_cache_dtype"] = "fp8_e4m3"
+        world.options["deterministic"] = True
+
+    def proof(self, run: "Run") -> set[int]:
+        return {ask.id for ask in run.world.asks} if run.kv_cache_dtype == "fp8_e4m3" else set()
+
+    def plant(self, patch: Any) -> None:
+        """Every second engine does not round keys and values."""
+        from batch_manager.runtime import build_backend
+
+        dtype_of, made = build_backend.pool_dtype, []
+
+        def in_turns(kind: str, dtype: Any) -> Any:
+            made.append(kind)
+            return dtype_of("auto" if len(made) % 2 else kind, dtype)
+        patch.setattr(build_backend, "pool_dtype", in_turns)
+
+
 FEATURES: dict[str, Feature] = {feature.letter: feature for feature in (
     ChunkedContext(), BlockReuse(), Pause(), Window(), Sinks(), Beams(), Grammar(), RunAhead(), Adapter(),
     StaticBatching(), TensorParallel(), PipelineParallel(), DiskCache(), Speculation(), Disaggregation(),
-    QuantisedWeights())}
+    QuantisedWeights(), Fp8Cache())}

@@ -12,25 +12,26 @@ from itertools import combinations, combinations_with_replacement
 
 from .features import FEATURES
 
-ORDER = "CRPWNBGALVTYKSDQ"
+ORDER = "CRPWNBGALVTYKSDQF"
 TABLE = """
-      C  R  P  W  N  B  G  A  L  V  T  Y  K  S  D  Q
-  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =  =  =
-  R      =  =  =  -  =  =  =  =  -  =  =  =  =  =  =
-  P         =  =  =  =  =  =  =  -  =  =  =  =  =  =
-  W            =  =  =  =  =  =  =  =  =  =  =  =  =
-  N               =  =  =  =  =  =  =  =  -  =  r  =
-  B                  =  r  =  =  =  =  =  =  -  =  =
-  G                     =  =  =  =  =  =  =  =  =  =
-  A                        =  =  r  =  r  =  r  =  =
-  L                           =  r  =  =  =  =  =  =
-  V                              =  r  r  -  r  r  =
-  T                                 =  =  r  =  r  r
-  Y                                    =  r  =  r  r
-  K                                      =  =  =  =
-  S                                           =  =  =
-  D                                             =  =
-  Q                                                =
+      C  R  P  W  N  B  G  A  L  V  T  Y  K  S  D  Q  F
+  C   =  =  =  =  =  =  =  =  =  r  =  =  =  =  =  =  =
+  R      =  =  =  -  =  =  =  =  -  =  =  =  =  =  =  =
+  P         =  =  =  =  =  =  =  -  =  =  =  =  =  =  =
+  W            =  =  =  =  =  =  =  =  =  =  =  =  =  =
+  N               =  =  =  =  =  =  =  =  -  =  r  =  =
+  B                  =  r  =  =  =  =  =  =  -  =  =  =
+  G                     =  =  =  =  =  =  =  =  =  =  =
+  A                        =  =  r  =  r  =  r  =  =  =
+  L                           =  r  =  =  =  =  =  =  =
+  V                              =  r  r  -  r  r  =  =
+  T                                 =  =  r  =  r  r  =
+  Y                                    =  r  =  r  r  =
+  K                                     =  =  =  =  =
+  S                                           =  =  =  =
+  D                                             =  =  =
+  Q                                                =  =
+  F                                                   =
 """
 
 
@@ -144,9 +145,10 @@ PAGE = """\
 # What works together
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
-model and on small models of Llama and Gemma 3; those with the disk cache, another engine, quantised weights or several
-ranks, on Llama. Blocks of prompts from disk or another engine meet features of scheduling on the scripted model alone.
-Ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature alone.
+model and on small models of Llama and Gemma 3; those with the disk cache, another engine, quantised weights, an FP8
+cache or several ranks, on Llama. Blocks of prompts from disk or another engine meet features of scheduling on the
+scripted model alone. Ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature
+alone.
 
 {marks}
 

@@ -16,12 +16,12 @@ from .world import MODELS, SCRIPTED, World
 MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
 MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
-            ("CRPWGA", "llama", False), ("PWNGA", "gemma3", True), ("WNGV", "gemma3", False),
+            ("CRPWGA", "llama", False), ("PWNGAF", "gemma3", True), ("WNGV", "gemma3", False),
             ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False), ("CRPWLS", SCRIPTED, True),
             ("CRPLS", "llama", True), ("PNLS", "gemma3", False), ("CRPLSQ", "llama", False),
             ("CRPTS", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
-DRAWN = ("overlap", "deterministic", "FP8 cache", "compiled steps", "two calls a step", "host blocks",
+DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",
          "cache_salt", "return_context_logits",
          "return_generation_logits", "return_top_log_probs", "raw_log_probs", "return_perf_metrics", "end_id",

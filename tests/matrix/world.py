@@ -99,10 +99,6 @@ class World:
         if exact and not self.is_scripted:
             self.options |= {"deterministic": True, "quantization": None}
         self.is_exact = self.is_scripted or "deterministic" in self.options and self.tensor_size == 1
-        # Rounding makes a large difference of a small one, so only equal bits are compared.
-        if self.is_exact and not self.is_scripted and Random(f"FP8 {letters} {seed} {model}").random() < 0.4:
-            self.kv["kv_cache_dtype"] = "fp8_e4m3"
-            self.drawn.add("FP8 cache")
         self.asks = self._draw_asks(draw)
         most = max(self._most_blocks(ask) for ask in self.asks)
         self.num_blocks = most + draw.choice([0, 1]) if self.is_tight else 6 * most
