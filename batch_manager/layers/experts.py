@@ -78,6 +78,9 @@ class Experts:
         of_expert = replace(plain, split=_Unsummed(context.split))
         self.router = Linear(weights, replace(plain, quantization=None), [f"{name}.{names.router}"], hidden_size,
                              [parameters.count])
+        stacked = f"{name}.{names.gate_up[0]}.weight"
+        if not names.expert and not weights.has(stacked) and weights.has(f"{name}.experts.0.gate_proj.weight"):
+            names = ExpertNames(names.router)              # a GGUF file has each matrix apart
         source = _source_of_experts(weights, context, name, hidden_size, parameters, names)
         self.experts = [GatedMlp(source(number), of_expert, f"{name}.{names.expert.format(number)}".rstrip("."),
                                  hidden_size, parameters.size, activation, gate_up=names.gate_up, down=names.down,

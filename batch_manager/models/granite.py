@@ -30,13 +30,21 @@ class GraniteSpec(ModelSpec):
     logits_divisor    number by which the logits are divided
     """
 
-    embedding_scale: float
-    residual_scale: float
-    logits_divisor: float
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
 
 
-def _unless_one(factor: float) -> float | None:
+def unless_one(factor: float) -> float | None:
     return None if factor == 1 else factor
+
+
+def read_factors(config: Fields) -> dict[str, float]:
+    """Return the factors of a config.json as arguments of `read_decoder_spec`."""
+    return {"scale": config.number("attention_multiplier", 1.0),
+            "embedding_scale": config.number("embedding_multiplier", 1.0),
+            "residual_scale": config.number("residual_multiplier", 1.0),
+            "logits_divisor": config.number("logits_scaling", 1.0)}
 
 
 class _Layer:
@@ -48,7 +56,7 @@ class _Layer:
         self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
                           spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        scale = _unless_one(spec.residual_scale)
+        scale = unless_one(spec.residual_scale)
         self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
                           split="rows", scale=scale)
         self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
@@ -73,14 +81,11 @@ class Granite(Decoder):
         refuse_windows(config, num_layers)
         return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
                                  mlp_bias=config.flag("mlp_bias", False), max_positions=2048, default_norm_epsilon=1e-6,
-                                 default_theta=10000.0, scale=config.number("attention_multiplier", 1.0),
-                                 spec_class=GraniteSpec, embedding_scale=config.number("embedding_multiplier", 1.0),
-                                 residual_scale=config.number("residual_multiplier", 1.0),
-                                 logits_divisor=config.number("logits_scaling", 1.0))
+                                 default_theta=10000.0, spec_class=GraniteSpec, **read_factors(config))
 
     def make_embedding(self, spec: GraniteSpec, weights: Weights, context: LayerContext) -> Embedding:
         self.prompt_tuning_scale = spec.embedding_scale    # as in transformers
-        return super().make_embedding(spec, weights, context, scale=_unless_one(spec.embedding_scale))
+        return super().make_embedding(spec, weights, context, scale=unless_one(spec.embedding_scale))
 
     def make_head(self, spec: GraniteSpec, weights: Weights, context: LayerContext) -> Head:
-        return super().make_head(spec, weights, context, scale=_unless_one(1 / spec.logits_divisor))
+        return super().make_head(spec, weights, context, scale=unless_one(1 / spec.logits_divisor))

@@ -11,16 +11,16 @@ import torch
 
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.embedding import Embedding, Head
 from ..layers.experts import ExpertNames, ExpertParameters, Experts
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import HeadNorms, RmsNorm
 from ..layers.rotary import Rotary
+from ..weights.gguf_names import MAX_EXPERTS
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
-from .spec import ModelSpec
+from .granite import Granite, GraniteSpec, read_factors, unless_one
 from .spec_reading import (
     MAX_WIDTH,
     layer_count,
@@ -33,29 +33,17 @@ from .spec_reading import (
     windows_of,
 )
 
-MAX_EXPERTS = 4096
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureSpec(ModelSpec):
-    """The spec of a mixture of experts.
+class MixtureSpec(GraniteSpec):
+    """The spec of a mixture of experts, with the factors of Granite.
 
-    norms_rows        with qk_norm: whether a norm is over all heads of a row; otherwise over each head
-    clip              largest size of an entry of queries, keys and values; None: any
-    embedding_scale   factor by which the embeddings are multiplied
-    residual_scale    factor by which the outputs of attention and MLP are multiplied in each layer
-    logits_divisor    number by which the logits are divided
+    norms_rows   with qk_norm: whether a norm is over all heads of a row; otherwise over each head
+    clip         largest size of an entry of queries, keys and values; None: any
     """
 
     norms_rows: bool = False
     clip: float | None = None
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logits_divisor: float = 1.0
-
-
-def _unless_one(factor: float) -> float | None:
-    return None if factor == 1 else factor
 
 
 class _Layer:
@@ -64,7 +52,7 @@ class _Layer:
     def __init__(self, spec: MixtureSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index, self.clip, self.head_norms, self.row_norms = index, spec.clip, None, ()
         self.sizes, self.head_size = spec.qkv_sizes, spec.head_size
-        size, epsilon, scale = spec.hidden_size, spec.norm_epsilon, _unless_one(spec.residual_scale)
+        size, epsilon, scale = spec.hidden_size, spec.norm_epsilon, unless_one(spec.residual_scale)
         self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
         self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
                           spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
@@ -206,7 +194,7 @@ class Olmoe(Decoder):
                                  clip=config.number("clip_qkv", None))
 
 
-class GraniteMoe(Decoder):
+class GraniteMoe(Granite):
     """Implements GraniteMoeForCausalLM of transformers."""
 
     layer, per_layer = _GraniteLayer, ("attention", "experts")
@@ -219,14 +207,4 @@ class GraniteMoe(Decoder):
                                 alias="num_experts")
         return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
                                  max_positions=2048, default_norm_epsilon=1e-6, default_theta=10000.0,
-                                 scale=config.number("attention_multiplier", 1.0), spec_class=MixtureSpec,
-                                 experts=experts, embedding_scale=config.number("embedding_multiplier", 1.0),
-                                 residual_scale=config.number("residual_multiplier", 1.0),
-                                 logits_divisor=config.number("logits_scaling", 1.0))
-
-    def make_embedding(self, spec: MixtureSpec, weights: Weights, context: LayerContext) -> Embedding:
-        self.prompt_tuning_scale = spec.embedding_scale    # as in transformers
-        return super().make_embedding(spec, weights, context, scale=_unless_one(spec.embedding_scale))
-
-    def make_head(self, spec: MixtureSpec, weights: Weights, context: LayerContext) -> Head:
-        return super().make_head(spec, weights, context, scale=_unless_one(1 / spec.logits_divisor))
+                                 spec_class=MixtureSpec, experts=experts, **read_factors(config))

@@ -22,7 +22,8 @@ MOST_LAYERS = 4096
 _NEUTRAL: dict[str, tuple | None] = {
     "rope.scaling.finetuned": None, "rope.scaling.original_context_length": None,
     "tensor_data_layout": ("Meta AI original pth",), "attention.causal": (True,),
-    "expert_count": (0,), "expert_used_count": (0,), "leading_dense_block_count": (0,), "nextn_predict_layers": (0,),
+    "expert_count": (0,), "expert_used_count": (0,), "expert_shared_feed_forward_length": (0,),
+    "expert_gating_func": (1,), "leading_dense_block_count": (0,), "nextn_predict_layers": (0,),
     "attention.max_alibi_bias": (0,), "attention.clamp_kqv": (0,), "attention.sliding_window": (0,),
     "rope.scale_linear": (1,), "embedding_scale": (1,), "residual_scale": (1,), "logit_scale": (1,),
     "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "rope.scaling.yarn_ext_factor": (1,),
@@ -190,7 +191,11 @@ def read_config(header: GgufHeader, tensors: Mapping[str, GgufTensor],
             "logit_scale": "logit_scale", "embedding_multiplier": "embedding_scale",
             "residual_multiplier": "residual_scale", "attention_multiplier": "attention.scale",
             "logits_scaling": "logit_scale", "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping", "use_parallel_residual": "use_parallel_residual"}
+            "final_logit_softcapping": "final_logit_softcapping", "use_parallel_residual": "use_parallel_residual",
+            "num_experts": "expert_count", "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            "norm_topk_prob": "expert_weights_norm"}
     values |= _head_size(metadata, family, width, heads)
     if family.rotates:
         values |= _rotary(metadata, family, heads, factors)
@@ -372,6 +377,29 @@ def _llama(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str
     return {"attention_bias": _has_biases(metadata, "attn_q"), "mlp_bias": _has_biases(metadata, "ffn_up")}
 
 
+def _experts(metadata: Metadata, count: str) -> dict[str, Any]:
+    """Return the fields of experts that all families have. `count` is the name of the field with their number."""
+    return {count: metadata.need("expert_count"), "num_experts_per_tok": metadata.need("expert_used_count")}
+
+
+def _llama_or_mixtral(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    if not metadata.get("expert_count", 0):
+        return _llama(metadata, heads, values)
+    return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **_experts(metadata, "num_local_experts")}
+
+
+def _with_experts(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of OLMoE, and of Qwen's families, whose experts have an intermediate size of their own."""
+    is_qwen2, bias = metadata.architecture == "qwen2moe", _has_biases(metadata, "attn_q")
+    fields = {**_experts(metadata, "num_experts"), "qkv_bias" if is_qwen2 else "attention_bias": bias,
+              "norm_topk_prob": metadata.get("expert_weights_norm", metadata.architecture == "qwen3moe")}
+    if metadata.architecture != "olmoe":
+        fields["moe_intermediate_size"] = metadata.need("expert_feed_forward_length")
+    if is_qwen2:
+        fields["shared_expert_intermediate_size"] = metadata.need("expert_shared_feed_forward_length")
+    return fields
+
+
 def _with_attention_bias(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": _has_biases(metadata, "attn_q")}
 
@@ -381,9 +409,12 @@ def _granite(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[s
     if metadata.get("rope.scaling.finetuned", True) is not True:
         raise metadata.fault("rope.scaling.finetuned",
                              "true, because a Granite without rotary positions is not supported")
-    if not metadata.get("expert_count", 0):
+    experts = {}
+    if metadata.architecture == "granitemoe":
+        experts = _experts(metadata, "num_local_experts")
+    elif not metadata.get("expert_count", 0):
         metadata.get("expert_shared_feed_forward_length")    # dense Granite 4; without experts nothing reads it
-    return {**_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
+    return {**experts, **_llama(metadata, heads, values), "logits_scaling": metadata.need("logit_scale"),
             "embedding_multiplier": metadata.get("embedding_scale", 1.0),
             "residual_multiplier": metadata.get("residual_scale", 1.0),
             "attention_multiplier": metadata.get("attention.scale", heads.size**-0.5)}
@@ -494,7 +525,11 @@ def _gpt_neox(metadata: Metadata, heads: Heads, values: dict[str, Any]) -> dict[
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", _llama),
+    "llama": Family("LlamaForCausalLM", "llama", _llama_or_mixtral),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", _with_experts),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _with_experts),
+    "olmoe": Family("OlmoeForCausalLM", "olmoe", _with_experts),
+    "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", _granite),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _with_attention_bias),
     "gemma": Family("GemmaForCausalLM", "gemma"),

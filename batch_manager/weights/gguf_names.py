@@ -17,6 +17,7 @@ from .folder import CheckpointFile
 from .gguf_header import GgufTensor
 from .json_file import shown
 
+MAX_EXPERTS = 4096                 # of a layer
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -32,7 +33,8 @@ class Location:
     """Where a Hugging Face tensor is in the GGUF file, and how to restore it.
 
     tensor       name of the GGUF tensor
-    rows         rows of the GGUF tensor that belong to the Hugging Face tensor; None: all
+    rows         rows of the GGUF tensor that belong to the Hugging Face tensor, of all its matrices one after the
+                 other; None: all
     is_one_row   whether the Hugging Face tensor is the single row in `rows`, without the first dimension
     order        () -> [rows] int64, the GGUF row of each Hugging Face row; None: the same order. Called when the tensor
                  is read, after its shape is checked
@@ -69,6 +71,15 @@ _GPT_NEOX = {**_NORMS, "attn_qkv": "attention.query_key_value", "attn_output": "
              "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 _FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value",
            "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+# Experts: the place in a name is for the number of the expert.
+_ROUTED = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+           "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj"}
+_MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2"}
+_GRANITE_MOE = {name: counterpart.replace("mlp", "block_sparse_moe") for name, counterpart in _ROUTED.items()}
+_MIXTURE = {name: counterpart for name, counterpart in _LLAMA.items() if name not in _GATED}
+_SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+                  "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj"}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -109,7 +120,8 @@ def _fused_rows(name: str, heads: Heads) -> Order:
 class Names:
     """The tensor names of one architecture, and the converter's changes to its tensors.
 
-    layer       GGUF name -> Hugging Face's name, for tensors in a layer, without the prefix of the layer
+    layer       GGUF name -> Hugging Face's name, for tensors in a layer, without the prefix of the layer. A name with
+                "{}" is that of a matrix of one expert; the GGUF tensor has those of all experts, [experts, out, in]
     layers      prefix of the layer's number in Hugging Face's names, such as "model.layers"
     outside     GGUF name -> Hugging Face's name, for tensors outside the layers
     rows        (GGUF name in a layer, heads) -> order of the tensor's rows, as `order` of Location
@@ -133,7 +145,12 @@ class Names:
 
 _FACTORS = frozenset({"rope_freqs.weight"})
 NAMES = {
-    "llama": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
+    "llama": Names({**_LLAMA, **_MIXTRAL}, rows=_llama_rows, ignored=_FACTORS),
+    "qwen2moe": Names({**_MIXTURE, **_ROUTED, **_SHARED_EXPERT}),
+    "qwen3moe": Names({**_MIXTURE, **_ROUTED, **_QK_NORMS}),
+    "olmoe": Names({**_MIXTURE, **_ROUTED, **_QK_NORMS}),
+    "granitemoe": Names({**_MIXTURE, **_GRANITE_MOE, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+                        rows=_llama_rows, ignored=_FACTORS),
     "smollm3": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
     "granite": Names(_LLAMA, rows=_llama_rows, ignored=_FACTORS),
     "qwen2": Names(_LLAMA),
@@ -188,6 +205,15 @@ def locate(architecture: str, tensors: Mapping[str, GgufTensor], heads: Heads,
             raise ModelLoadError(f"{file} contains tensor {shown(tensor)}",
                                  f"expected only tensors that llama.cpp's converter writes for {architecture}",
                                  "use another model, because this variant of the architecture is not supported")
+        if "{}" in counterpart:
+            experts, rows = tensors[tensor].shape[0], tensors[tensor].shape[-2:][0]
+            if len(tensors[tensor].shape) != 3 or experts > MAX_EXPERTS:
+                raise ModelLoadError(f"{file}: tensor {shown(tensor)} has shape {list(tensors[tensor].shape)}",
+                                     f"expected the matrices of at most {MAX_EXPERTS:,} experts, [experts, out, in]",
+                                     "convert the model again with a current version of llama.cpp")
+            found.update({f"{prefix}.{counterpart.format(expert)}.{kind}": Location(
+                tensor, range(expert * rows, (expert + 1) * rows)) for expert in range(experts)})
+            continue
         if name in names.by_head:
             found.update({f"{prefix}.{counterpart}.{row}.{kind}": Location(tensor, range(row, row + 1), is_one_row=True)
                           for row in range(tensors[tensor].shape[0])})

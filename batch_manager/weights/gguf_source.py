@@ -79,7 +79,7 @@ class GgufWeights(DenseSource):
         return name in self._locations and self._is_kept(self._tensors[self._locations[name].tensor])
 
     def _is_kept(self, tensor: GgufTensor) -> bool:
-        return tensor.kind in self._kept_types and len(tensor.shape) == 2
+        return tensor.kind in self._kept_types and len(tensor.shape) > 1
 
     @property
     def stored_types(self) -> Counter[str]:
@@ -166,6 +166,10 @@ class GgufWeights(DenseSource):
         location = self._locations[name]
         stored = self._tensors[location.tensor]
         found = stored.shape[::-1] if location.transposed else stored.shape
+        if len(found) == 3 and location.rows is not None:              # of all experts
+            found = (found[0] * found[1], found[2])
+        if found == tuple(shape[1:]) and shape[:1] == (1,):            # a matrix of one row, without this dimension
+            found = (1, *found)
         if location.rows is not None:
             found = (len(location.rows), *found[1:]) if location.rows.stop <= found[0] else ()
         if location.is_one_row:
@@ -207,7 +211,7 @@ def _load_vector(target: torch.Tensor, location: Location, part: Part,
         vector = rows_of(0, 1)[0]
         vector = vector if location.rows is None else vector[location.rows.start : location.rows.stop]
         vector = vector if location.order is None else vector[location.order()]
-    _copy(target, vector[part.index])
+    _copy(target, vector.view(part.shape)[part.index])
 
 
 def _load_rows(target: torch.Tensor, location: Location, part: Part, rows_of: Callable[[int, int], torch.Tensor],

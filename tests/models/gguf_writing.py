@@ -18,7 +18,8 @@ ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3"
                  "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi": "phi2", "Phi3": "phi3", "GPT2": "gpt2",
                  "Starcoder2": "starcoder2", "Olmo2": "olmo2", "Olmo3": "olmo2", "StableLm": "stablelm",
                  "Cohere": "command-r", "Cohere2": "cohere2", "GPTNeoX": "gptneox", "Granite": "granite",
-                 "SmolLM3": "smollm3", "Falcon": "falcon", "Bloom": "bloom"}
+                 "Mixtral": "llama", "Qwen2Moe": "qwen2moe", "Qwen3Moe": "qwen3moe", "Olmoe": "olmoe",
+                 "GraniteMoe": "granitemoe", "SmolLM3": "smollm3", "Falcon": "falcon", "Bloom": "bloom"}
 
 
 # Types of random blocks: scale, minimum as a share of it, and the byte at which the scale is.
@@ -48,7 +49,7 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[
             add(writer, key if "tokenizer" in key or "general" in key else f"{architecture}.{key}", value)
     held, state = copy.deepcopy(model), model.state_dict()
     parameters, fused_parts, stacked = dict(held.named_parameters()), {}, {}
-    config = model.config
+    config, state, parameters = model.config, with_experts_apart(state), with_experts_apart(parameters)
     for name, tensor in state.items():
         if name in ("lm_head.weight", "embed_out.weight") and model.config.tie_word_embeddings:
             continue
@@ -65,7 +66,9 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[
         forwards = changes(architecture, name, model.config)
         stored = np.ascontiguousarray(forwards(tensor).float().numpy())
         kept = "F32"
-        if stored.ndim > 1 and "norm" not in stored_name:
+        if "ffn_gate_inp_shexp" in stored_name and kind != "F32":              # some converters write one dimension
+            stored = stored[0]
+        if stored.ndim > 1 and "norm" not in stored_name and "ffn_gate_inp" not in stored_name:
             kept = kind if isinstance(kind, str) else kind(stored_name)
         if fused and (part := re.fullmatch(r"(.*\.attn)_([qkv])(\.\w+)", stored_name)):
             parts = fused_parts.setdefault(f"{part[1]}_qkv{part[3]}", {})
@@ -73,10 +76,10 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[
             if len(parts) == 3:
                 writer.add_tensor(f"{part[1]}_qkv{part[3]}", np.concatenate([parts[kind] for kind in "qkv"]))
             continue
-        data = random_blocks(kept, *stored.shape) if kept in K_TYPES else quantize(stored,
-                                                                                   gguf.GGMLQuantizationType[kept])
-        writer.add_tensor(stored_name, data, raw_dtype=gguf.GGMLQuantizationType[kept])
-        decoded = torch.from_numpy(dequantize(data, gguf.GGMLQuantizationType[kept])).reshape(stored.shape)
+        number = gguf.GGMLQuantizationType[kept]
+        data = random_blocks(kept, stored.shape) if kept in K_TYPES else quantize(stored, number)
+        writer.add_tensor(stored_name, data, raw_dtype=number)
+        decoded = torch.from_numpy(dequantize(data, number)).reshape(stored.shape)
         came_from = forwards(torch.arange(tensor.numel()).view(tensor.shape)).reshape(-1)
         if forwards is plus_one:
             came_from, decoded = torch.arange(tensor.numel()), decoded - 1
@@ -93,15 +96,29 @@ def write_gguf(model: torch.nn.Module, path, family: str, kind: str | Callable[[
     return held
 
 
-def random_blocks(kind: str, rows: int, columns: int) -> np.ndarray:
-    """Return random blocks of a K type [rows, bytes], whose numbers have a standard deviation of about 0.1."""
-    draw, (scale, minimum, at) = np.random.default_rng(rows * columns), K_TYPES[kind]
+def with_experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors, those of experts as the converter names them. Gate and up become two tensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace("block_sparse_moe.experts", "mlp.experts").replace("router.weight", "router.layer.weight")
+        if name.endswith("experts.gate_up_proj"):
+            found |= zip((name.replace("gate_up_proj", f"{part}_proj.weight") for part in ("gate", "up")),
+                         tensor.chunk(2, 1))
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
+def random_blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random blocks of a K type [..., bytes], whose numbers have a standard deviation of about 0.1."""
+    draw, (scale, minimum, at) = np.random.default_rng(math.prod(shape)), K_TYPES[kind]
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = draw.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
     for begin, number in ((at, scale), *([(at + 2, scale * minimum)] if minimum else [])):
         half = draw.uniform(number / 2, number, blocks.shape[:2]).astype(np.float16)
         blocks[..., begin : begin + 2] = half.view(np.uint8).reshape(*half.shape, 2)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value) -> None:
@@ -127,7 +144,7 @@ def changes(architecture: str, name: str, config) -> Callable[[torch.Tensor], to
     architecture   the GGUF name of the architecture
     name           the weight's name in transformers
     """
-    if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):
+    if architecture in ("llama", "granite", "granitemoe", "smollm3") and re.search(r"\.[qk]_proj\.", name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         return lambda tensor: tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -175,7 +192,7 @@ def metadata_of(config, architecture: str) -> dict:
         found |= {"rope.scaling.original_context_length": full["original_max_position_embeddings"],
                   "rope.scaling.yarn_beta_fast": full.get("beta_fast"),
                   "rope.scaling.yarn_beta_slow": full.get("beta_slow")}
-    if architecture in ("llama", "granite", "smollm3"):
+    if architecture in ("llama", "granite", "granitemoe", "smollm3"):
         found |= {"vocab_size": config.vocab_size, "rope.dimension_count": head_size}
     if getattr(config, "head_dim", None) is not None and architecture not in ("granite", "phi3"):
         found |= {"attention.key_length": head_size, "attention.value_length": head_size}
@@ -200,9 +217,14 @@ def metadata_of(config, architecture: str) -> dict:
                   "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types]}
     if architecture == "gemma3":
         found["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    found |= {"expert_count": getattr(config, "num_local_experts", getattr(config, "num_experts", None)),
+              "expert_used_count": getattr(config, "num_experts_per_tok", None),
+              "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None)}
+    if architecture in ("qwen2moe", "qwen3moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         found[name] = getattr(config, name, None)
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         found |= {"attention.scale": float(config.attention_multiplier), "logit_scale": float(config.logits_scaling),
                   "embedding_scale": float(config.embedding_multiplier),
                   "residual_scale": float(config.residual_multiplier)}

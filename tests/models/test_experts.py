@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.errors import ConfigError, ModelLoadError
@@ -18,13 +19,13 @@ from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
-from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
+from batch_manager.triton_kernels.cpu.native.matrix import PackedMatrix, QuantisedMatrix, quantised_rows
 from batch_manager.weights.source import DummyWeights
 from tests.runtime.bindable_torch import BindableTorchAttention
 
-from .conftest import Driver, expected_logits, random_prompts
+from .conftest import Driver, expected_logits, make_reference, random_prompts
 from .test_ranks import HEADS, Threads
-from .test_same_logits_as_transformers import EXPERTS
+from .test_same_logits_as_transformers import EXPERTS, NO_TOKENS
 
 # A case of each family.
 CASES = {family: (family, options) for family, options in reversed(EXPERTS.values())}
@@ -115,6 +116,31 @@ def test_experts_are_quantised_and_the_router_is_not(reference):
     run = Driver(load(folder, compiled_step=True, quantization="int8"), compiled=True)
     sequences, logits = run.generate(random_prompts([1, 17]), 4)
     assert (logits - expected_logits(model, sequences, 4)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["AWQ", "GPTQ", "packed", "int8 levels", "fp8 in blocks"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
+def test_experts_of_quantised_folders(form, compiled, tmp_path):
+    """The logits are those of a plain folder with the decoded weights."""
+    folders = pytest.importorskip("tests.weights.test_quantised_folders")
+    write, config, kept_as = folders.FORMATS[form]
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 3}
+    make_reference("Mixtral", **NO_TOKENS, **sizes).save_pretrained(tmp_path / "plain")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    quantised = dict(plain)
+    for name in [name for name in plain if ".experts." in name]:
+        stored, plain[name] = write(name.removesuffix(".weight"), quantised.pop(name))
+        quantised |= {key: tensor.contiguous() for key, tensor in stored.items()}
+    shutil.copytree(tmp_path / "plain", tmp_path / "quantised")
+    save_file({name: tensor.contiguous() for name, tensor in plain.items()}, tmp_path / "plain" / "model.safetensors")
+    save_file(quantised, tmp_path / "quantised" / "model.safetensors")
+    folders.change_config(tmp_path / "quantised", lambda fields: fields.update(quantization_config=config))
+    loaded = load(tmp_path / "quantised", compiled_step=compiled)
+    kinds = {type(expert.down.matrix) for layer in loaded.model.layers for expert in layer.mlp.experts}
+    assert kinds == {QuantisedMatrix if kept_as and compiled else PackedMatrix if compiled else type(None)}
+    sequences, logits = Driver(load(tmp_path / "plain")).generate(random_prompts([1, 17]), 4)
+    found = Driver(loaded, compiled=compiled).generate(random_prompts([1, 17]), 4)
+    assert found[0] == sequences and (found[1] - logits).abs().max() < 1e-4
 
 
 def decoded(matrix):

@@ -18,6 +18,7 @@ from .gguf_writing import add, write_gguf
 from .test_same_logits_as_transformers import LINEAR, LLAMA3, LONGROPE, NO_TOKENS, YARN
 
 SIZES = {"intermediate_size": 96}
+MOE = {**NO_TOKENS, "num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 3}
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 CASES = {
     "llama": ("Llama", {}),
@@ -64,6 +65,12 @@ CASES = {
     "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4,
                             "logits_scaling": 0.5}),
     "smollm 3": ("SmolLM3", {**NO_TOKENS, "num_hidden_layers": 5}),
+    "mixtral": ("Mixtral", {**NO_TOKENS, "num_local_experts": 4}),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {**NO_TOKENS, "num_experts": 8, "num_experts_per_tok": 3}),
+    "granite-moe": ("GraniteMoe", {**NO_TOKENS, "num_local_experts": 8, "embedding_multiplier": 3.0,
+                                   "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 0.5}),
 }
 
 
