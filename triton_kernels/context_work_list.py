@@ -11,6 +11,10 @@ combines the partial results of the parts.
 
 The size of a tile depends only on the head size and the element size. The number of parts also depends on the number
 of programs that the device runs at the same time.
+
+With `ContextHeads.part_keys`, for deterministic engines, the keys of a sequence are cut into fixed parts, from position
+0 on. A program computes the results of several adjacent fixed parts, and each has a partial result of its own. The
+number of programs then shows in no bit. The keys of a layer with a window are one part, and never split.
 """
 
 from typing import NamedTuple
@@ -19,24 +23,28 @@ import numpy as np
 
 WORK_COLUMNS = 5
 MIN_KEYS_PER_PART = 256     # with fewer keys, writing and merging the partial results would take too long
+FIXED_PART_KEYS = 512       # `part_keys` of deterministic engines
+UNIFORM_ROWS = 16           # rows of their tiles: the minimum of a matrix instruction, as most sequences have one row
 
 
 class ContextHeads(NamedTuple):
     """The numbers from which `context_work_list` decides into how many parts it splits a tile.
 
     resident_programs   programs that the device runs at the same time; see `context_heads`
+    part_keys           keys of a fixed part; None: parts of any size
     """
 
     num_heads: int
     num_kv_heads: int
     resident_programs: int
+    part_keys: int | None = None
 
 
 class ContextTileWork(NamedTuple):
     """The work of `paged_attention_context` for all layers with the same window.
 
     If the keys of a tile are split into m > 1 parts, the tokens of the tile are called split. A split token has m
-    partial results. S is the number of split tokens.
+    partial results, or one for each fixed part. S is the number of split tokens.
 
     work_list     [W, WORK_COLUMNS] int32   the columns: sequence; index of the tile among the tiles of the sequence's
                                             new tokens; index of the part; number of parts of the tile; index of the
@@ -71,7 +79,7 @@ def context_work_list(
     padded_to                   minimum number of rows; rows of -1 are appended, whose programs exit immediately
     heads                       ContextHeads, which decide into how many parts a tile is split; None: no tile is split
     window, sink                as in `paged_attention_context`
-    num_parts                   number of parts of every tile, whatever `heads` is; None: `heads` decides
+    num_parts                   number of parts of every tile, whatever `heads` counts; None: `heads` decides
     """
     query_lengths, kv_lengths = np.asarray(query_lengths, np.int64), np.asarray(kv_lengths, np.int64)
     num_tiles = -(-query_lengths // tile_rows)
@@ -83,19 +91,23 @@ def context_work_list(
     keys = kv_lengths[sequence] - query_lengths[sequence] + tile * tile_rows + tokens
     if window:
         keys = np.minimum(keys, window + sink)             # of the tile's last token
-    if num_parts is not None:
+    part_keys = None if heads is None else heads.part_keys
+    if window and part_keys:
+        parts = np.ones(len(keys), np.int64)
+    elif num_parts is not None:
         parts = np.full(len(keys), num_parts)
     else:
         parts = np.ones(len(keys), np.int64) if heads is None else _num_parts(tokens, keys, tile_rows, heads)
+    results = -(-keys // part_keys) if part_keys else parts               # of each token of a split tile
 
     partial, part_starts, merged_rows, part = -1, np.zeros(1, np.int32), np.empty(0, np.int32), 0
     if parts.max(initial=1) > 1:
         is_split = parts > 1
-        num_partials = np.where(is_split, tokens * parts, 0)
+        num_partials = np.where(is_split, tokens * results, 0)
         partial = np.where(is_split, num_partials.cumsum() - num_partials, -1)
         split_tokens = tokens[is_split]
         part_starts = np.zeros(int(split_tokens.sum()) + 1, np.int32)
-        np.cumsum(np.repeat(parts[is_split], split_tokens), out=part_starts[1:])
+        np.cumsum(np.repeat(results[is_split], split_tokens), out=part_starts[1:])
         first_token = (query_lengths.cumsum() - query_lengths)[sequence] + tile * tile_rows
         offset = np.arange(len(part_starts) - 1) - np.repeat(split_tokens.cumsum() - split_tokens, split_tokens)
         merged_rows = (np.repeat(first_token[is_split], split_tokens) + offset).astype(np.int32)
@@ -116,9 +128,9 @@ def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: Cont
 
     The work of a program is the number of keys that it walks. A share is the work of all programs of the step
     before any tile is split, divided by `resident_programs`. A part has at least one share of keys, and at least
-    MIN_KEYS_PER_PART keys. The split tiles together therefore have at most `resident_programs` programs. A tile is
-    split only if it sees at least two shares of keys. A prompt that fills the device is not split, because none of
-    its tiles sees twice as many keys as its mean tile.
+    MIN_KEYS_PER_PART keys, or as many as a fixed part. The split tiles together therefore have at most
+    `resident_programs` programs. A tile is split only if it sees at least two shares of keys. A prompt that fills the
+    device is not split, because none of its tiles sees twice as many keys as its mean tile.
 
     tokens   tokens of each tile
     keys     keys that the last token of each tile sees
@@ -126,7 +138,7 @@ def _num_parts(tokens: np.ndarray, keys: np.ndarray, tile_rows: int, heads: Cont
     group = heads.num_heads // heads.num_kv_heads
     programs = heads.num_kv_heads * -(-tokens * group // tile_rows)
     total = max(int((programs * keys).sum()), 1)
-    return np.maximum(np.minimum(keys // MIN_KEYS_PER_PART, keys * heads.resident_programs // total), 1)
+    return np.maximum(np.minimum(keys // _least_keys(heads), keys * heads.resident_programs // total), 1)
 
 
 class MostContextTileWork(NamedTuple):
@@ -151,17 +163,30 @@ def most_context_work(num_tokens: int, num_contexts: int, tile_rows: int, heads:
     """
     num_sequences = min(num_contexts, num_tokens)
     num_tiles = num_sequences + (num_tokens - num_sequences) // tile_rows if num_sequences else 0
-    most_parts = 1 if heads is None else min(max_keys // MIN_KEYS_PER_PART,
+    most_parts = 1 if heads is None else min(max_keys // _least_keys(heads),
                                              heads.resident_programs // heads.num_kv_heads)
     if most_parts < 2:
         return MostContextTileWork(num_tiles, 0)
     more = min(num_tiles * (most_parts - 1), heads.resident_programs // heads.num_kv_heads - 1)
-    return MostContextTileWork(num_tiles + more, min(num_tokens, most_partials(tile_rows, heads) // 2))
+    return MostContextTileWork(num_tiles + more, min(num_tokens, _most_pairs(tile_rows, heads) // 2))
 
 
-def most_partials(tile_rows: int, heads: ContextHeads) -> int:
+def most_partials(tile_rows: int, heads: ContextHeads, max_keys: int = 0) -> int:
     """Return the maximum number of partial results of a ContextTileWork. A partial result has all heads of a token.
+
+    max_keys   keys of the longest sequence; needed for fixed parts only
+    """
+    pairs = _most_pairs(tile_rows, heads)
+    return pairs if heads.part_keys is None else pairs // 2 * -(-max_keys // heads.part_keys)
+
+
+def _most_pairs(tile_rows: int, heads: ContextHeads) -> int:
+    """Return the maximum number of pairs of a split token and a program's part of its keys. A token has at least two.
 
     There are at most `resident_programs` programs of split tiles, each with at most `tile_rows` queries.
     """
     return heads.resident_programs * tile_rows // heads.num_heads
+
+
+def _least_keys(heads: ContextHeads) -> int:
+    return heads.part_keys or MIN_KEYS_PER_PART

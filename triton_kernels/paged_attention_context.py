@@ -16,7 +16,7 @@ Shapes      query                    [T, HQ, D]   T packed tokens of C sequences
             work_list                [W, 5] int32   from `context_work_list`, on the queries' device. Row
                                                     (c, m, i, n, r) is part i of n of the keys for the m-th tile
                                                     of new tokens of sequence c. The number of tokens in a tile is
-                                                    `context_tile_rows`, or uniform_rows if it is set. The partial
+                                                    `context_tile_rows`, or UNIFORM_ROWS with part_keys. The partial
                                                     results of the tile start at index r. -1 in the first column is
                                                     padding
             slots                    [C] int32   row of block_table for each sequence; None: row c
@@ -35,11 +35,12 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
-            uniform_rows: rows of a tile, at least 16; work_list must have tiles of as many tokens. None = chosen from
-            the shapes. When set, the bits of a row depend on its query and keys alone. The bits of a token are then
-            the same in a generation row (a context of one token) and in the middle of a prompt. No tile may be split.
+            part_keys: keys of a fixed part, a multiple of 64; work_list must come from the same number, with tiles of
+            UNIFORM_ROWS tokens. None: parts of any size. When set, the bits of a row depend on its query and keys
+            alone: not on the other rows of its chunk, nor on how many programs share its keys. The bits of a token are
+            then the same in a generation row (a context of one token) and in the middle of a prompt.
             num_partials: number of partial results to allocate memory for; see `most_partials`.
-            The partition of the work list affects only the last bits of the result.
+            Without part_keys, the partition of the work list affects the last bits of the result.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Needs       finite numbers for all B tokens of every page with a visible key: zero the pool once.
 Oracle      triton_kernels/reference/paged_attention_context.py
@@ -58,14 +59,19 @@ at all. The query's output is then zero, and the logarithm is -inf. The first pa
 `paged_attention_merge` combines the partial results. The programs of an unsplit tile write to `out`. The number of
 parts does not recompile the kernel.
 
+With part_keys, the keys are cut into fixed parts of so many keys, counted from position 0. The keys of a layer with a
+window are one part. The program of part i of n computes the results of the i-th of n equal ranges of the fixed parts.
+The results of a row are combined one after another, from the first part on: by `paged_attention_merge`, or, if the
+tile is not split, in registers, with the same function. A part without a key that a row sees changes no bit of it.
+
 Tiles of keys that all rows see are walked without a mask. The tiles at the edge of the window come before these tiles
 and need a mask. The tiles on the diagonal come after them and also need a mask. The tiles of the sinks are walked in
 the same loop as the edge, and are numbered directly below the first tile of the edge. `sink` is a compile-time
 constant, because an engine has one value; 0 adds no code.
 
 Tiles of keys are numbered from position 0 and accumulated in this order, wherever a chunk begins. The chunk determines
-only which loop walks a tile. A compiler may use a fused multiply-add in one loop and not in another. With uniform_rows,
-one masked loop therefore walks all tiles.
+only which loop walks a tile. A compiler may use a fused multiply-add in one loop and not in another. With part_keys,
+one masked loop therefore walks all tiles, and one compiled kernel serves split and unsplit tiles.
 """
 
 from typing import NamedTuple
@@ -75,9 +81,9 @@ import triton
 import triton.language as tl
 
 from .alibi import alibi, alibi_factors
-from .context_work_list import WORK_COLUMNS, ContextHeads, context_tile_rows
+from .context_work_list import UNIFORM_ROWS, WORK_COLUMNS, ContextHeads, context_tile_rows
 from .device_limits import DeviceLimits, device_limits
-from .paged_attention_merge import paged_attention_merge
+from .paged_attention_merge import added, paged_attention_merge, quotient
 from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
@@ -182,7 +188,7 @@ def _context_kernel(
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
-    UNIFORM: tl.constexpr,                                # one masked loop for all tiles
+    PART_TILES: tl.constexpr,                             # key tiles of a fixed part; 0: parts are not fixed
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
 ):
@@ -230,58 +236,86 @@ def _context_kernel(
         begin_full = tl.cdiv(tl.maximum(last_position + 1 - window, 0), KEYS)
         begin_full = tl.minimum(tl.maximum(begin_full, begin), end)
         begin_diagonal = tl.maximum(begin_diagonal, begin_full)
-    if UNIFORM:
-        if HAS_WINDOW:
-            begin_full = end
-            begin_diagonal = end
-        else:
-            begin_diagonal = 0
+        if PART_TILES > 0:
+            begin_full = end                              # one masked loop for all tiles
     window_tile = begin
     skipped = 0                                           # tiles between the sinks and the window
     if SINK > 0:
         skipped = tl.maximum(window_tile - (SINK + KEYS - 1) // KEYS, 0)
         begin = skipped
-    num_tiles = end - begin
-    part_begin = begin + num_tiles * part // num_parts
-    part_end = begin + num_tiles * (part + 1) // num_parts
+    # A tile has one result per part, and a program computes one. With fixed parts, it computes those of several.
+    num_results = num_parts
+    first_result = part
+    count = 1
+    if PART_TILES > 0:
+        num_results = 1
+        if not HAS_WINDOW:
+            last_of_tile = computed + tl.minimum((token_tile + 1) * ROWS, query_length) - 1
+            num_results = last_of_tile // (PART_TILES * KEYS) + 1
+        first_result = num_results * part // num_parts
+        count = num_results * (part + 1) // num_parts - first_result
 
     keys_ptr = kv_pool_ptr + (head // GROUP) * pool_stride_h
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     slope = None
     if HAS_ALIBI:
         slope = tl.load(slope_ptr + head - head % GROUP + number % GROUP) * SLOPE_FACTOR
-    if HAS_SINK_LOGITS:                                   # the running softmax starts from the sink logit
-        sink_logit = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
-        top = tl.where(part == 0, sink_logit, top)
-        total += tl.where(part == 0, 1.0, 0.0)
-    weighted = tl.zeros([ROWS, D_POW2], tl.float32)
-    if HAS_WINDOW:
-        top, total, weighted = _walk_tiles(
-            part_begin, tl.minimum(begin_full, part_end), top, total, weighted, query, query_position, slope, table_ptr,
-            keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D, D_POW2, KEYS,
-            STAGES,
-            MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
-        )
-    top, total, weighted = _walk_tiles(
-        tl.maximum(begin_full, part_begin), tl.minimum(begin_diagonal, part_end), top, total, weighted, query,
-        query_position, slope, table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D,
-        D_POW2, KEYS, STAGES,
-        MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
-    )
-    top, total, weighted = _walk_tiles(
-        tl.maximum(begin_diagonal, part_begin), part_end, top, total, weighted, query, query_position, slope, table_ptr,
-        keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
-        MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI, ALIBI_FACTOR=ALIBI_FACTOR,
-    )
-    result = weighted / tl.where(total > 0, total, 1.0)[:, None]          # some rows may see no key
+    merged_top = tl.full([ROWS], -float("inf"), tl.float32)
+    merged_total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, D_POW2], tl.float32)
+    for step in tl.range(0, count, disable_licm=True):
+        index = first_result + step
+        if PART_TILES == 0 or HAS_WINDOW:
+            part_begin = begin + (end - begin) * index // num_results
+            part_end = begin + (end - begin) * (index + 1) // num_results
+        else:
+            part_begin = index * PART_TILES
+            part_end = tl.minimum(part_begin + PART_TILES, end)
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        if HAS_SINK_LOGITS:                               # the running softmax starts from the sink logit
+            sink_logit = tl.load(sink_logit_ptr + head - head % GROUP + number % GROUP) * LOG2_E
+            top = tl.where(index == 0, sink_logit, top)
+            total += tl.where(index == 0, 1.0, 0.0)
+        weighted = tl.zeros([ROWS, D_POW2], tl.float32)
+        if HAS_WINDOW:
+            top, total, weighted = _walk_tiles(
+                part_begin, tl.minimum(begin_full, part_end), top, total, weighted, query, query_position, slope,
+                table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D,
+                D_POW2, KEYS, STAGES,
+                MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
+                ALIBI_FACTOR=ALIBI_FACTOR,
+            )
+        if PART_TILES == 0:
+            top, total, weighted = _walk_tiles(
+                tl.maximum(begin_full, part_begin), tl.minimum(begin_diagonal, part_end), top, total, weighted, query,
+                query_position, slope, table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0,
+                B, D, D_POW2, KEYS, STAGES,
+                MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
+                ALIBI_FACTOR=ALIBI_FACTOR,
+            )
+            part_begin = tl.maximum(begin_diagonal, part_begin)
+        if PART_TILES == 0 or not HAS_WINDOW:
+            top, total, weighted = _walk_tiles(
+                part_begin, part_end, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr,
+                score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
+                MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
+                ALIBI_FACTOR=ALIBI_FACTOR,
+            )
+        result = weighted / tl.where(total > 0, total, 1.0)[:, None]      # some rows may see no key
+        lse = top + tl.log2(total)
+        if partial >= 0:
+            partial_row = (partial + (row - token_tile * ROWS) * num_results + index).to(tl.int64)
+            tl.store(partial_out_ptr + partial_row[:, None] * (HQ * D) + entry, result, mask=row_inside)
+            partial_head = partial_row * HQ + head - head % GROUP + number % GROUP
+            tl.store(partial_lse_ptr + partial_head, lse, mask=number < num_queries)
+        if PART_TILES > 0:
+            merged_top, merged_total, merged = added(merged_top, merged_total, merged, lse, result)
+        else:
+            merged = result
     if partial < 0:
-        tl.store(out_ptr + token * out_stride_t + entry, result.to(out_ptr.dtype.element_ty), mask=row_inside)
-    else:
-        partial_row = (partial + (row - token_tile * ROWS) * num_parts + part).to(tl.int64)
-        tl.store(partial_out_ptr + partial_row[:, None] * (HQ * D) + entry, result, mask=row_inside)
-        partial_head = partial_row * HQ + head - head % GROUP + number % GROUP
-        tl.store(partial_lse_ptr + partial_head, top + tl.log2(total), mask=number < num_queries)
+        if PART_TILES > 0:
+            merged = quotient(merged_total, merged)
+        tl.store(out_ptr + token * out_stride_t + entry, merged.to(out_ptr.dtype.element_ty), mask=row_inside)
 
 
 class ContextSettings(NamedTuple):
@@ -329,22 +363,25 @@ def _shared_bytes(rows: int, keys: int, num_stages: int, row_bytes: int, limits:
 
 
 def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_size_bytes: int,
-                  tokens_per_block: int, limits: DeviceLimits) -> ContextHeads:
+                  tokens_per_block: int, limits: DeviceLimits, part_keys: int | None = None) -> ContextHeads:
     """Return the argument `heads` of `context_work_list`.
+
+    part_keys   as in `paged_attention_context`
 
     The field resident_programs of the result is an estimate from shared memory and warps.
     """
     head_pow2 = max(16, triton.next_power_of_2(head_size))
-    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits)
+    settings = context_settings(head_pow2, element_size_bytes, tokens_per_block, limits,
+                                UNIFORM_ROWS if part_keys else None)
     shared_bytes = _shared_bytes(settings.rows, settings.keys, settings.num_stages, head_pow2 * element_size_bytes,
                                  limits)
     resident = max(1, min(limits.shared_bytes // shared_bytes, 16 // settings.num_warps))
-    return ContextHeads(num_heads, num_kv_heads, resident * limits.multiprocessors)
+    return ContextHeads(num_heads, num_kv_heads, resident * limits.multiprocessors, part_keys)
 
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
+    part_keys=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
     part_starts=None, merged_rows=None, num_partials=0,
 ):
     """Compute the attention of each sequence's new tokens. Returns out. See the module docstring for shapes."""
@@ -356,7 +393,7 @@ def paged_attention_context(
     assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
     assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
-    assert work_list.shape[1] == WORK_COLUMNS and (part_starts is None or uniform_rows is None)
+    assert work_list.shape[1] == WORK_COLUMNS
     if len(work_list) == 0:
         return out
     assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
@@ -368,7 +405,9 @@ def paged_attention_context(
     num_partials = 0 if part_starts is None else num_partials
     partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
-    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(), uniform_rows)
+    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(),
+                                None if part_keys is None else UNIFORM_ROWS)
+    assert part_keys is None or part_keys % settings.keys == 0
     _context_kernel[(num_heads, len(work_list))](
         query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots,
         out, partial_out, partial_lse, alibi_slopes, sink_logits,
@@ -377,7 +416,7 @@ def paged_attention_context(
         WORK_COLUMNS=WORK_COLUMNS, HQ=num_heads, GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
-        CAP_LOG2=cap_log2, UNIFORM=uniform_rows is not None,
+        CAP_LOG2=cap_log2, PART_TILES=(part_keys or 0) // settings.keys,
         HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
         HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
         num_warps=settings.num_warps, num_stages=settings.num_stages,

@@ -74,7 +74,7 @@ import triton.language as tl
 
 from .alibi import alibi, alibi_factors
 from .device_limits import DeviceLimits, device_limits
-from .paged_attention_merge import paged_attention_merge
+from .paged_attention_merge import PARTS, combined, paged_attention_merge
 from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
 
@@ -105,40 +105,6 @@ def _rotated(row_ptr, keep, lane, norm_ptr, epsilon, weight_offset, cos, sin, D:
     return head
 
 
-@triton.jit
-def _combined(
-    partial_out_ptr, partial_lse_ptr, begin, end, first_head,
-    HQ: tl.constexpr, GROUP: tl.constexpr, GROUP_POW2: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
-    PARTS: tl.constexpr,                # partial results read at once
-):
-    """Return [GROUP_POW2, D_POW2]: the heads of a group, combined from the partial results begin .. end - 1.
-
-    See paged_attention_merge.py. The loads leave out the L1 cache, which may hold entries of an earlier launch.
-    """
-    member = tl.arange(0, GROUP_POW2)[:, None]
-    lane = tl.arange(0, D_POW2)[None, None, :]
-    top = tl.full([GROUP_POW2], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_POW2], tl.float32)
-    merged = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
-    for first in tl.range(begin, end, PARTS, num_stages=1):
-        part = first + tl.arange(0, PARTS)[None, :]
-        inside = (part < end) & (member < GROUP)
-        row = part.to(tl.int64) * HQ + first_head + member
-        lse = tl.load(partial_lse_ptr + row, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        parts = tl.load(
-            partial_out_ptr + row[:, :, None] * D + lane, mask=inside[:, :, None] & (lane < D), other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(lse, 1))
-        pivot = tl.where(new_top > -float("inf"), new_top, 0.0)         # no part with a key so far: avoid -inf + inf
-        weight = tl.exp2(lse - pivot[:, None])
-        shrink = tl.exp2(top - pivot)
-        total = total * shrink + tl.sum(weight, 1)
-        merged = merged * shrink[:, None] + tl.sum(parts * weight[:, :, None], 1)
-        top = new_top
-    return merged / tl.where(total > 0.0, total, 1.0)[:, None]
-
-
 # Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
@@ -161,7 +127,7 @@ def _decode_kernel(
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
-    GROUP_POW2: tl.constexpr, PARTS: tl.constexpr,        # see _combined
+    GROUP_POW2: tl.constexpr, PARTS: tl.constexpr,        # see `combined`
 ):
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
     kv_head = tl.program_id(0)                            # heads vary fastest, so that the longest parts start first
@@ -317,7 +283,7 @@ def _decode_kernel(
             if num_before == end_part - first_part - 1:
                 tl.debug_barrier()
                 tl.store(counter_ptr, 0)
-                merged = _combined(
+                merged = combined(
                     partial_out_ptr, partial_lse_ptr, first_part, end_part, kv_head * GROUP, HQ, GROUP, GROUP_POW2, D,
                     D_POW2, PARTS,
                 )
@@ -447,7 +413,7 @@ def paged_attention_decode(
         CAP_LOG2=cap_log2,
         HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
         HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
-        GROUP_POW2=group_pow2, PARTS=max(COMBINED_ENTRIES // (group_pow2 * _padded(head_size)), 1),
+        GROUP_POW2=group_pow2, PARTS=min(max(COMBINED_ENTRIES // (group_pow2 * _padded(head_size)), 1), PARTS),
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     if part_starts is None or counters is not None:

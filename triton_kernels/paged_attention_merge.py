@@ -16,9 +16,11 @@ Mutates     out, except for sequences without partial results.
 Oracle      triton_kernels/reference/paged_attention_merge.py
 Source      split-KV attention (Flash-Decoding, Dao et al. 2023); written for this project.
 
-One program per head and sequence. It reads the partial results 16 at a time and keeps a running softmax. The kernel
-reads the number of partial results from device memory, so it is not recompiled when that number changes. For contexts,
-what is called a sequence here is a token whose keys were split.
+One program per head and sequence. It adds the partial results one by one, in their order, to a running softmax, and
+requests PARTS of them at once. `paged_attention_context` adds the partial results that it keeps in registers with the
+same function, so both give the same bits: all that a compiler could combine in several ways is written as a fused
+multiply-add. The kernel reads the number of partial results from device memory, so it is not recompiled when that
+number changes. For contexts, what is called a sequence here is a token whose keys were split.
 """
 
 import triton
@@ -26,7 +28,64 @@ import triton.language as tl
 
 from .strides import heads_contiguous
 
-PARTS = 16                              # partial results read at once
+PARTS = 8                               # partial results requested at once
+
+
+@triton.jit
+def added(top, total, merged, lse, result):
+    """Return the running softmax (top, total, merged) of some rows, with one more partial result of each row.
+
+    top, lse [R]   -inf: nothing so far, or a partial result without a key, which changes no bit
+    total [R]
+    merged, result [R, D]
+    """
+    new_top = tl.maximum(top, lse)
+    pivot = tl.where(new_top > -float("inf"), new_top, 0.0)             # no key so far: avoid -inf + inf
+    shrink = tl.exp2(top - pivot)
+    weight = tl.exp2(lse - pivot)
+    total = tl.fma(total, shrink, weight)
+    merged = tl.fma(merged, tl.broadcast_to(shrink[:, None], merged.shape), result * weight[:, None])
+    return new_top, total, merged
+
+
+@triton.jit
+def quotient(total, merged):
+    """Return merged / total; zeros for rows without a key. One exactly rounded quotient for each row is a factor."""
+    return merged * tl.div_rn(1.0, tl.where(total > 0.0, total, 1.0))[:, None]
+
+
+@triton.jit
+def combined(
+    partial_out_ptr, partial_lse_ptr, begin, end, first_head,
+    HQ: tl.constexpr, HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr,
+    PARTS: tl.constexpr,                # partial results requested at once
+):
+    """Return [HEADS_POW2, D_POW2]: heads from `first_head` on, combined from the partial results begin .. end - 1.
+
+    The loads leave out the L1 cache, which may hold entries of an earlier launch.
+    """
+    member = tl.arange(0, HEADS_POW2)
+    lane = tl.arange(0, D_POW2)[None, :]
+    top = tl.full([HEADS_POW2], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS_POW2], tl.float32)
+    merged = tl.zeros([HEADS_POW2, D_POW2], tl.float32)
+    for first in tl.range(begin, end, PARTS, num_stages=1):
+        lses = ()
+        results = ()
+        for offset in tl.static_range(PARTS):              # loads first: several are in flight together
+            part = tl.zeros([HEADS_POW2], tl.int64) + (first + offset)
+            inside = (part < end) & (member < HEADS)
+            row = part * HQ + first_head + member
+            lse = tl.load(partial_lse_ptr + row, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            result = tl.load(
+                partial_out_ptr + row[:, None] * D + lane, mask=inside[:, None] & (lane < D), other=0.0,
+                cache_modifier=".cg",
+            )
+            lses += (lse,)
+            results += (result,)
+        for offset in tl.static_range(PARTS):
+            top, total, merged = added(top, total, merged, lses[offset], results[offset])
+    return quotient(total, merged)
 
 
 # Starts and rows are slices of the step's index tensor: their alignment must not recompile the kernel.
@@ -46,27 +105,9 @@ def _merge_kernel(
     if HAS_ROWS:
         out_row = tl.load(merged_row_ptr + sequence).to(tl.int64)
 
-    lane = tl.arange(0, D_POW2)
-    top = tl.full((), -float("inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    merged = tl.zeros([D_POW2], tl.float32)
-    for first in range(begin, end, PARTS):
-        part = first + tl.arange(0, PARTS)
-        inside = part < end
-        row = part.to(tl.int64) * HQ + head
-        lse = tl.load(partial_lse_ptr + row, mask=inside, other=-float("inf"))
-        parts = tl.load(
-            partial_out_ptr + row[:, None] * D + lane[None, :], mask=inside[:, None] & (lane < D)[None, :], other=0.0
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        pivot = tl.where(new_top > -float("inf"), new_top, 0.0)         # no part with a key so far: avoid -inf + inf
-        weight = tl.exp2(lse - pivot)
-        shrink = tl.exp2(top - pivot)
-        total = total * shrink + tl.sum(weight, 0)
-        merged = merged * shrink + tl.sum(parts * weight[:, None], 0)
-        top = new_top
-    result = (merged / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_row * out_stride_s + head * D + lane, result, mask=lane < D)
+    result = combined(partial_out_ptr, partial_lse_ptr, begin, end, head, HQ, 1, 1, D, D_POW2, PARTS)
+    lane = tl.arange(0, D_POW2)[None, :]
+    tl.store(out_ptr + out_row * out_stride_s + head * D + lane, result.to(out_ptr.dtype.element_ty), mask=lane < D)
 
 
 def paged_attention_merge(partial_out, partial_lse, part_starts, out, merged_rows=None):

@@ -63,7 +63,7 @@ class GenerationInputs:
     kv_lengths     [R] int32   tokens of each sequence in the KV cache, including the token of this step; 0: padding
     table_rows     [R] int32   row of `block_tables` for each sequence; None: row i belongs to sequence i
     block_tables   [rows, m] int32   block ids in order, as in PackedStep
-    work           window -> (work list [W, 4] int32, part starts [R + 1] int32) of `decode_work_list`. Part starts are
+    work           window -> (work list [W, 4] int32, part starts [R + 1] int32) of `plan_generation`. Part starts are
                    None when no sequence is split into parts
     """
 
@@ -245,7 +245,8 @@ class BindableAttention(Attention, Protocol):
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
         """Plan the work of s generation rows, on the host.
 
-        Returns, for each window of the layers, (work list [W, 4], part starts [s + 1]) of `decode_work_list`.
+        Returns, for each window of the layers, (work list [W, 4], part starts [s + 1]), as of `decode_work_list`. Rows
+        of -1 in a work list are padding. If no sequence is split, the last of the part starts is 0.
 
         kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
         """

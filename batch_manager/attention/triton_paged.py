@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from ..triton_kernels.context_work_list import (
+    FIXED_PART_KEYS,
+    UNIFORM_ROWS,
     WORK_COLUMNS,
     ContextHeads,
     ContextTileWork,
@@ -42,9 +44,6 @@ from .interface import (
 # `python -m tests.attention.repeated_merges` has found the same bits in 10,000 launches.
 MERGES_IN_DECODE = False
 MOST_MERGED_SIZE = 128             # entries of a head; with more, too few registers are left for a second program
-# Rows of a tile with `deterministic`: the minimum of a matrix instruction, because most sequences have one row.
-UNIFORM_ROWS = 16
-NO_PARTS = 2**31                   # pages of a part: no sequence is split
 
 
 class TritonPagedAttention:
@@ -52,7 +51,7 @@ class TritonPagedAttention:
 
     sink            number of sink tokens; see windows.py
     deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
-                    kernel, as contexts of one token, with `plan` and with `bind`
+                    kernel, as contexts of one token, with `plan` and with `bind`, and keys are cut into fixed parts
 
     All inputs of a step are uploaded as one array of integers, to save host time.
     """
@@ -72,8 +71,9 @@ class TritonPagedAttention:
         self._counters: list[torch.Tensor] = []
         self.slopes = [tensors.get(layer.alibi_slopes) for layer in spec.attention]
         self.deterministic = deterministic
-        self.uniform_rows = UNIFORM_ROWS if deterministic else None
-        self.tile_rows = self.uniform_rows or context_tile_rows(spec.head_size, kv_pool.element_size())
+        self.part_keys = FIXED_PART_KEYS if deterministic else None
+        self.tile_rows = (UNIFORM_ROWS if deterministic else
+                          context_tile_rows(spec.head_size, kv_pool.element_size()))
 
     def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
         contexts = len(step.slots) if self.deterministic else step.num_contexts
@@ -111,23 +111,26 @@ class TritonPagedAttention:
     def plan_generation(self, kv_lengths: np.ndarray) -> dict[int | None, tuple[np.ndarray, np.ndarray]]:
         """Return window -> (work list, index of each sequence's first partial result) for s generation rows.
 
-        `decode_work_list` describes both arrays.
+        `decode_work_list` describes both arrays. With `deterministic`, the work list is that of contexts of one token,
+        without the column of their only tile.
 
         kv_lengths   [s] tokens of each sequence in the KV cache, including the new token
         """
         if not len(kv_lengths):
             return {}
+        if self.deterministic:
+            return {window: _of_generation(work, len(kv_lengths))
+                    for window, work in self.plan_contexts(np.ones_like(kv_lengths), kv_lengths).items()}
         kv_heads, tokens_per_block = self.layer_pools[0].shape[2:4]
         resident = self._resident_programs()
-        whole = NO_PARTS if self.deterministic else None
-        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, resident, window, self.sink, whole)
+        return {window: decode_work_list(kv_lengths, tokens_per_block, kv_heads, resident, window, self.sink)
                 for window in self.windows}
 
     def most_parts(self, num_rows: int, max_blocks: int) -> int:
         """Return the maximum number of rows of a work list of `plan_generation`, for `num_rows` sequences of at most
         `max_blocks` blocks."""
         if self.deterministic:
-            return num_rows
+            return self.most_context_work(num_rows, num_rows, max_blocks, True).rows
         return most_parts(num_rows, max_blocks, self.layer_pools[0].shape[2], self._resident_programs())
 
     def plan_contexts(self, query_lengths: np.ndarray, kv_lengths: np.ndarray) -> dict[int | None, ContextTileWork]:
@@ -166,10 +169,10 @@ class TritonPagedAttention:
         positions = (lengths - 1).clamp_(min=0)
         blocks = tables.gather(1, (positions // tokens_per_block).long()[:, None])[:, 0].long()
         slots = torch.where(lengths > 0, blocks * tokens_per_block + positions % tokens_per_block, -1)
-        work = torch.zeros((len(lengths), WORK_COLUMNS), dtype=torch.int32, device=lengths.device)
-        work[:, 0], work[:, 3], work[:, 4] = rows[:-1], 1, -1             # the only part of the sequence's only tile
-        return ContextInputs(positions, slots, rows, lengths, None, tables,
-                             {window: (work, None, None) for window in self.windows})
+        work = {window: (torch.cat([given[:, :1], torch.zeros_like(given[:, :1]), given[:, 1:]], 1), part_starts,
+                         None if part_starts is None else rows[:-1])
+                for window, (given, part_starts) in generation.work.items()}
+        return ContextInputs(positions, slots, rows, lengths, None, tables, work)
 
     def _resident_programs(self) -> int:
         pool = self.layer_pools[0]
@@ -178,15 +181,12 @@ class TritonPagedAttention:
         return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).resident_programs
 
     @cached_property
-    def _context_heads(self) -> ContextHeads | None:
-        """Return the numbers from which `context_work_list` computes the number of parts of each tile.
-
-        Returns None if `self.deterministic` is True: no tile is split then.
-        """
+    def _context_heads(self) -> ContextHeads:
+        """Return the numbers from which `context_work_list` computes the number of parts of each tile."""
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]
-        return None if self.deterministic else context_heads(self._num_heads, kv_heads, head_size, pool.element_size(),
-                                                             tokens_per_block, device_limits())
+        return context_heads(self._num_heads, kv_heads, head_size, pool.element_size(), tokens_per_block,
+                             device_limits(), self.part_keys)
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             rotary: RotaryTable | None, sink_logits: torch.Tensor | None = None,
@@ -203,12 +203,15 @@ class TritonPagedAttention:
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for rows, given in self._contexts:
             queries, (work_list, part_starts, merged_rows) = query[rows], given.work[attention.window]
-            num_partials = 0 if part_starts is None else most_partials(self.tile_rows, self._context_heads)
+            num_partials = 0
+            if part_starts is not None:
+                max_keys = given.block_tables.shape[1] * pool.shape[3]
+                num_partials = most_partials(self.tile_rows, self._context_heads, max_keys)
             rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions,
                            **before)
             paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, work_list,
                                     attention.scale, attention.window, slots=given.table_rows, out=result[rows],
-                                    sink=self.sink, uniform_rows=self.uniform_rows, part_starts=part_starts,
+                                    sink=self.sink, part_keys=self.part_keys, part_starts=part_starts,
                                     merged_rows=merged_rows, num_partials=num_partials, **more)
         if self._generation is not None:
             rows, given = self._generation_rows, self._generation
@@ -228,6 +231,13 @@ class TritonPagedAttention:
         if not self._counters or self._counters[-1].numel() < needed:
             self._counters.append(torch.zeros(2 * needed, dtype=torch.int32, device=self.layer_pools[0].device))
         return self._counters[-1]
+
+
+def _of_generation(work: ContextTileWork, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the work of `num_rows` contexts of one token as that of generation rows; see `plan_generation`."""
+    num_parts = np.zeros(num_rows + 1, np.int32)
+    num_parts[work.merged_rows + 1] = np.diff(work.part_starts)
+    return np.delete(work.work_list, 1, axis=1), num_parts.cumsum(dtype=np.int32)
 
 
 def _own_tables(given: GenerationInputs | ContextInputs) -> torch.Tensor:

@@ -185,7 +185,8 @@ def plan_memory(config: KvCacheConfig, *, block_bytes: int, free_bytes: int, ste
         f"{_mib(wanted * block_bytes)}: {reason}"), set_aside)
 
 
-def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int) -> int:
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_rows: int, processors: int,
+               deterministic_keys: int = 0) -> int:
     """Return an upper estimate of the bytes that a step allocates.
 
     A step allocates the hidden states, the intermediate results of one layer, and the float32 logits twice.
@@ -194,6 +195,7 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     processors   number of multiprocessors of a GPU that runs Triton kernels; 0: no Triton kernels. The kernel
                  that samples needs scratch memory for float32 logits. The kernels of attention need scratch memory for
                  the parts of long sequences
+    deterministic_keys   keys of the longest sequence in a deterministic engine; 0: another engine
     """
     experts = [layer for layer in spec.experts if layer is not None]
     widest = max([spec.intermediate_size, *(size for layer in experts for size in (layer.size, layer.shared_size))])
@@ -205,7 +207,8 @@ def step_bytes(spec: ModelSpec, dtype: torch.dtype, max_num_tokens: int, max_row
     rows, scratch = min(max_rows, max_num_tokens), 0
     if processors:
         scratch = scratch_bytes(rows, spec.vocab_size, FLOAT32_BYTES) + attention_scratch_bytes(
-            rows, spec.num_heads, spec.num_kv_heads, spec.head_size, dtype.itemsize, processors)
+            rows, spec.num_heads, spec.num_kv_heads, spec.head_size, dtype.itemsize, processors,
+            deterministic_keys)
     return per_token * dtype.itemsize * max_num_tokens + 2 * FLOAT32_BYTES * spec.vocab_size * rows + scratch
 
 
@@ -236,11 +239,12 @@ def divide_memory(params: TrtGptModelOptionalParams, loaded: "LoadedModel", size
         adapter_bytes = pages * entries * dtype.itemsize + port.scratch_bytes(sizes.step_tokens)
     processors = num_multiprocessors(device) if use_triton(device) else 0
     rows_per_sequence = max(sizes.max_beam_width, 1 + sizes.max_draft_tokens)
-    set_aside = step_bytes(spec, dtype, sizes.step_tokens, params.max_batch_size * rows_per_sequence, processors)
+    for_kernels = processors, sizes.max_seq_len if params.deterministic else 0
+    set_aside = step_bytes(spec, dtype, sizes.step_tokens, params.max_batch_size * rows_per_sequence, *for_kernels)
     if sizes.has_graphs:                                  # graphs keep the memory of their steps
         most_rows = graph_rows(sizes.num_slots)[-1]
         set_aside += step_bytes(spec, dtype, max([most_rows, *map(sum, sizes.graphs)]), most_rows + MOST_CONTEXTS,
-                                processors)
+                                *for_kernels)
     plan = plan_memory(
         kv, block_bytes=one_block,
         free_bytes=max(free_memory(device) - adapter_bytes - (0 if on_gpu else host_blocks * one_block), 0),

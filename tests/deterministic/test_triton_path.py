@@ -24,6 +24,7 @@ def load(name, path):
     spec.loader.exec_module(module)
     return module
 
+from batch_manager.attention import triton_paged
 from batch_manager.decoding.decoder import GptDecoder
 from batch_manager.runtime.device.running import CapturedGraph
 from batch_manager.runtime.forms.form import Forms
@@ -31,6 +32,10 @@ from tests.runtime.bindable_torch import CallingGraph
 differential = load("differential", sys.argv[1])
 worker = load("interpreter_worker", sys.argv[2])
 parent = Path(sys.argv[3])
+triton_paged.FIXED_PART_KEYS = 8                 # so that prompts of 17 tokens have several parts
+merge, merged = triton_paged.paged_attention_context.__globals__["paged_attention_merge"], []
+triton_paged.paged_attention_context.__globals__["paged_attention_merge"] = lambda *given: (
+    merged.append(len(given[2])), merge(*given))[1]
 draw = random.Random(0)
 answers = []
 with worker.dots_in_one_order(None, True):
@@ -45,7 +50,8 @@ with worker.dots_in_one_order(None, True):
         assert lab.backend("fused").info.dispatch == "triton"
         asks = {1: differential.Ask(tuple(draw.randrange(40) for _ in range(17)), 3),
                 2: differential.Ask(tuple(draw.randrange(40) for _ in range(8)), 4, (("runtime_top_k", 9),))}
-        answers.append([family, lab.differences(asks, circumstances), lab.num_pauses])
+        answers.append([family, lab.differences(asks, circumstances), lab.num_pauses, len(merged) > 0])
+        merged.clear()
 
     # Steps at fixed addresses, without logits that are returned, against steps that are calls of the model.
     alone, graphs, launches = (differential.Laboratory(parent / "qwen3", graph=graph, most=3, most_tokens=64)
@@ -81,7 +87,7 @@ def test_company_chunks_pauses_and_layouts_do_not_show_in_the_kernels_either(tmp
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     *first, (with_graphs, found), (launched, others), (called, absent), planted = answers
-    assert first == [["qwen3", {}, 1], ["gpt2", {}, 0]]
+    assert first == [["qwen3", {}, 1, True], ["gpt2", {}, 0, True]]
     assert (found, others, called.keys()) == ({}, {}, {"packed"}), (found, others)
     assert with_graphs.keys() == {"graph", "fixed", "packed"} and with_graphs["graph"] > 6, with_graphs
     assert launched.keys() == {"fixed", "packed"} and min(launched.values()) > 1, launched

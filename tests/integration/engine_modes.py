@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from batch_manager.attention import triton_paged
 from batch_manager.runtime.forms import table
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
@@ -126,7 +127,8 @@ def run(folder, mode, device="cpu", **more):
     static = options.get("model_type") is TrtGptModelType.V1
     has_warm_up = mode in WARMED_UP or device != "cpu"
     no_warm_up = contextlib.nullcontext() if has_warm_up else mock.patch.object(table, "warm_up")
-    with no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART):
+    with (no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART),
+          mock.patch.object(triton_paged, "FIXED_PART_KEYS", 16)):
         world = build_world(
             client=Arrivals(make_requests(mode)), model_path=checkpoint(folder, 2 if mode == "plain" else 1),
             policy=SchedulerPolicy.GUARANTEED_NO_EVICT, device=device, dtype="float32", num_threads=1,

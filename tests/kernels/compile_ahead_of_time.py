@@ -123,7 +123,7 @@ def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, s
     )
 
 
-def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, uniform_rows=None,
+def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, part_keys=None,
             softcap=None, slopes=None, sink_logits=False, is_split=False):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
@@ -131,7 +131,7 @@ def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, 
     paged_attention_context(
         tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
         integers(256, 64), integers(5), integers(4), integers(32, 5), 0.1, window=window, slots=integers(4),
-        sink=sink, uniform_rows=uniform_rows, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
+        sink=sink, part_keys=part_keys, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
         **parts,
     )
 
@@ -292,16 +292,18 @@ CASES = {
     "context D64 window": lambda: context(64, 4, window=4096),
     "context D128 window sinks": lambda: context(128, 4, window=4096, sink=4),
     "context D64 window sinks": lambda: context(64, 4, window=4096, sink=4),
-    "context D128 uniform": lambda: context(128, 4, uniform_rows=16),
-    "context D64 window sinks uniform": lambda: context(64, 4, window=4096, sink=4, uniform_rows=16),
+    "context D128 fixed parts": lambda: context(128, 4, part_keys=512),
+    "context D64 G3 fixed parts": lambda: context(64, 3, num_kv_heads=3, part_keys=512, is_split=True),
+    "context D256 fixed parts": lambda: context(256, 2, num_kv_heads=4, part_keys=512),
+    "context D64 window sinks fixed parts": lambda: context(64, 4, window=4096, sink=4, part_keys=512),
     "context D128 softcap": lambda: context(128, 2, softcap=50.0),
     "context D128 softcap window": lambda: context(128, 2, window=4096, softcap=50.0),
-    "context D64 softcap uniform": lambda: context(64, 4, softcap=50.0, uniform_rows=16),
+    "context D64 softcap fixed parts": lambda: context(64, 4, softcap=50.0, part_keys=512),
     "context D128 slopes": lambda: context(128, 1, slopes="float32"),
     "context D64 slopes of bfloat16": lambda: context(64, 71, num_kv_heads=1, slopes="bfloat16"),
     "context D64 sink logits window": lambda: context(64, 8, window=128, sink_logits=True),
-    "context D128 slopes sink logits uniform": lambda: context(128, 4, slopes="float32", sink_logits=True,
-                                                               uniform_rows=16),
+    "context D128 slopes sink logits fixed parts": lambda: context(128, 4, slopes="float32", sink_logits=True,
+                                                                   part_keys=512),
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),
@@ -345,7 +347,7 @@ CASES = {
 ON_EACH_GPU = (
     "decode D128 G4 merges", "decode D64 window sinks", "decode D128 slopes", "decode D256 softcap window",
     "decode D256 G2 norms window", "context D128 split", "context D128 softcap window",
-    "context D128 slopes sink logits uniform", "linear 4096", "lora qkv 8B", "fused gate up 8B", "fused down GPT-2",
+    "context D128 slopes sink logits fixed parts", "linear 4096", "lora qkv 8B", "fused gate up 8B", "fused down GPT-2",
     "fused gate up 1B 64 rows", "rope D128", "norms 4096", "activations", "sampling", "fixed step", "bitmask",
     "histories", "beams 8",
 )
@@ -493,16 +495,17 @@ def counted_after_a_barrier(ptx):
 def multiplications_in_loops(sass):
     """Return the number of FMUL instructions in each loop that has matrix instructions, from a disassembly.
 
-    A loop is what lies between a branch to an earlier instruction and its target.
+    A loop is what lies between a branch to an earlier instruction and its target. Loops around such loops do not count.
     """
     instructions = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", sass)
     at_address = {int(address, 16): index for index, (address, _) in enumerate(instructions)}
-    counts = []
+    counts, last_begin = [], -1
     for index, (_, text) in enumerate(instructions):
         target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
         begin = at_address.get(int(target[1], 16), index) if target else index
         body = [text for _, text in instructions[begin:index]]
-        if any(re.search(r"\bHG?MMA\b", text) for text in body):
+        if begin > last_begin and any(re.search(r"\bHG?MMA\b", text) for text in body):
+            last_begin = begin
             counts.append(sum(bool(re.search(r"\bFMUL\b", text)) for text in body))
     return counts
 

@@ -131,8 +131,8 @@ def test_adapters_load_pages_in_the_widest_pieces_and_use_the_matrix_units(compi
 
 
 def test_context_attention_uses_the_matrix_units(compiled):
-    # A tile of 16 uniform rows is too small for the instructions of a warp group.
-    high = [record for record in of_kernel(compiled["sm_90"], "_context_kernel") if "uniform" not in record["case"]]
+    # A tile of UNIFORM_ROWS is too small for the instructions of a warp group.
+    high = [record for record in of_kernel(compiled["sm_90"], "_context_kernel") if "fixed parts" not in record["case"]]
     assert all(record["HGMMA"] > 0 for record in high)
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_context_kernel"))
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_decode_kernel"))
@@ -145,7 +145,7 @@ def test_the_scale_of_the_softmax_is_part_of_the_exponents_multiply_add(compiled
     assert len(plain) > 12
     for record in plain:
         head_size = 1 << (int(re.search(r"D(\d+)", record["case"])[1]) - 1).bit_length()
-        is_tile = record["kernel"] == "_context_kernel" and "uniform" not in record["case"]
+        is_tile = record["kernel"] == "_context_kernel" and "fixed parts" not in record["case"]
         values = (128 if is_tile else 16) * head_size // (32 * record["warps"])           # per thread
         assert record["FMUL in loops"]
         assert all(values <= count <= values + 4 for count in record["FMUL in loops"]), record

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_manager.triton_kernels.context_work_list import (
+    FIXED_PART_KEYS,
     MIN_KEYS_PER_PART,
+    UNIFORM_ROWS,
     WORK_COLUMNS,
     ContextHeads,
     context_tile_rows,
@@ -26,7 +28,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
     Three generation rows after the context rows must be neither read nor written."""
 
     def run(query_lengths, kv_lengths, group=1, num_kv_heads=1, head_size=32, tokens_per_block=B,
-            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, uniform_rows=None,
+            dtype=torch.float32, window=None, padded_to=0, sink=0, scale=None, softcap=None, part_keys=None,
             num_parts=None, **more):
         cache = paged_cache(kv_lengths, num_kv_heads, head_size, tokens_per_block, dtype)
         if window:
@@ -37,8 +39,9 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         query = query[:, : group * num_kv_heads]           # as a projection returns it, next to keys and values
         query[num_rows:] = torch.nan                       # generation rows: neither read nor written
         cu_seqlens = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
-        tile_rows = uniform_rows or context_tile_rows(head_size, query.element_size())
-        work = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to, num_parts=num_parts)
+        tile_rows = UNIFORM_ROWS if part_keys else context_tile_rows(head_size, query.element_size())
+        heads = ContextHeads(group * num_kv_heads, num_kv_heads, 1, part_keys) if part_keys else None
+        work = context_work_list(query_lengths, kv_lengths, tile_rows, padded_to, heads, window, sink, num_parts)
         work_list, part_starts, merged_rows = (torch.from_numpy(array).to(query.device) for array in work)
         has_more_operations = softcap or more
         if num_parts:
@@ -47,7 +50,7 @@ def check(assert_equals_oracle, paged_cache, random, integers):
         return assert_equals_oracle(
             "paged_attention_context", query, cache.pool, cache.block_table, integers(cu_seqlens), cache.kv_lengths,
             work_list, scale or head_size**-0.5, window=window, out=torch.full_like(query, torch.nan), sink=sink,
-            softcap=softcap, uniform_rows=uniform_rows, **more,
+            softcap=softcap, part_keys=part_keys, **more,
             roundings=2, reduction=(head_size + max(kv_lengths)) * (40 if has_more_operations else 1), dtype=dtype,
         )
 
@@ -74,25 +77,26 @@ def lengths_around_tiles(tile_rows, group):
 
 
 @pytest.mark.parametrize("group, more", [
-    (3, {}), (3, {"window": 20, "sink": 5, "softcap": 2.5}), (4, {}), (4, {"window": 20}), (4, {"uniform_rows": 16}),
-    (8, {"window": 20, "sink": 5}), (3, {"window": 20, "sink": 5, "uniform_rows": 16}),
+    (3, {}), (3, {"window": 20, "sink": 5, "softcap": 2.5}), (4, {}), (4, {"window": 20}), (4, {"part_keys": 16}),
+    (8, {"window": 20, "sink": 5}), (3, {"window": 20, "sink": 5, "part_keys": 16}),
 ])
 def test_short_and_long_chunks_together(check, dtype, group, more):
-    lengths = lengths_around_tiles(more.get("uniform_rows", context_tile_rows(32, dtype.itemsize)), group)
+    tile_rows = UNIFORM_ROWS if "part_keys" in more else context_tile_rows(32, dtype.itemsize)
+    lengths = lengths_around_tiles(tile_rows, group)
     check(lengths, [length + 9 * number for number, length in enumerate(lengths)], group=group, dtype=dtype, **more)
 
 
-@pytest.mark.parametrize("group, uniform_rows", [(1, None), (3, None), (4, 16), (8, None), (17, 16)])
-def test_programs_walk_keys_for_full_tiles_of_queries(calls_within, paged_cache, random, integers, group, uniform_rows):
+@pytest.mark.parametrize("group, part_keys", [(1, None), (3, None), (4, 16), (8, None), (17, 32)])
+def test_programs_walk_keys_for_full_tiles_of_queries(calls_within, paged_cache, random, integers, group, part_keys):
     """A chunk of few tokens reads the keys once for all heads of a group."""
-    tile_rows = uniform_rows or context_tile_rows(16, 4)
+    tile_rows = UNIFORM_ROWS if part_keys else context_tile_rows(16, 4)
     lengths = lengths_around_tiles(tile_rows, group)
     kv_lengths = [length + 9 * number for number, length in enumerate(lengths)]
     cache = paged_cache(kv_lengths, 1, 16, B, torch.float32)
     key_tiles = len(calls_within(
         "paged_attention_context", random(sum(lengths), group, 16), cache.pool, cache.block_table,
         integers([0, *np.cumsum(lengths)]), cache.kv_lengths,
-        integers(context_work_list(lengths, kv_lengths, tile_rows).work_list), 0.2, uniform_rows=uniform_rows,
+        integers(context_work_list(lengths, kv_lengths, tile_rows).work_list), 0.2, part_keys=part_keys,
         softcap=1.0,
         of="soft_cap",                                     # called once per tile of keys in each program
     ))
@@ -106,21 +110,24 @@ def test_programs_walk_keys_for_full_tiles_of_queries(calls_within, paged_cache,
 
 @pytest.mark.parametrize("tokens, heads, kv_heads, programs", [
     (16, 32, 8, 8), (1, 8, 2, 2), (32, 8, 2, 2), (33, 8, 2, 4), (128, 4, 1, 4), (129, 3, 1, 4), (100, 2, 2, 2)])
-@pytest.mark.parametrize("uniform_rows", [None, 16])
+@pytest.mark.parametrize("part_keys", [None, 64])
 def test_a_program_computes_a_tile_of_the_queries_of_all_heads_of_a_group(
-        calls_within, paged_cache, random, integers, tokens, heads, kv_heads, programs, uniform_rows):
+        calls_within, paged_cache, random, integers, tokens, heads, kv_heads, programs, part_keys):
     """The tokens x heads queries of a kv head take as few programs as there are tiles of queries.
 
     With one program per query head and tile of tokens, 16 tokens with 32 heads would take 32 programs."""
-    tile_rows = uniform_rows or context_tile_rows(16, 2)
+    tile_rows = UNIFORM_ROWS if part_keys else context_tile_rows(16, 2)
     cache = paged_cache([tokens], kv_heads, 16, B, torch.float16)
     walks = calls_within(
         "paged_attention_context", random(tokens, heads, 16, dtype=torch.float16), cache.pool, cache.block_table,
         integers([0, tokens]), cache.kv_lengths, integers(context_work_list([tokens], [tokens], tile_rows).work_list),
-        0.2, uniform_rows=uniform_rows, of="_walk_tiles")      # called twice by each program with queries
-    if uniform_rows is None:
-        assert len(walks) == 2 * programs
-    assert len(walks) == 2 * kv_heads * -(-tokens * heads // kv_heads // tile_rows)
+        0.2, part_keys=part_keys, of="_walk_tiles")        # called twice by each program with queries, or for each part
+    if part_keys is None:
+        assert len(walks) == 2 * programs == 2 * kv_heads * -(-tokens * heads // kv_heads // tile_rows)
+    else:
+        last_tokens = [min(first + tile_rows, tokens * heads // kv_heads) - 1
+                       for first in range(0, tokens * heads // kv_heads, tile_rows)]
+        assert len(walks) >= kv_heads * sum(last * kv_heads // heads // part_keys + 1 for last in last_tokens)
     for shapes in walks:
         assert (tile_rows, 16) in shapes                   # the queries
         assert {rows for rows, *_ in shapes} == {tile_rows}
@@ -137,7 +144,7 @@ def test_window(check, window):
 
 @pytest.mark.parametrize("softcap, scale, more", [
     (2.5, 0.2, {}), (50.0, 0.2, {}), (50.0, 8.0, {}), (30.0, 2000.0, {}), (2.5, 0.2, {"window": 20}),
-    (30.0, 2000.0, {"window": 20}), (50.0, 8.0, {"window": 20, "sink": 5}), (30.0, 2000.0, {"uniform_rows": 16}),
+    (30.0, 2000.0, {"window": 20}), (50.0, 8.0, {"window": 20, "sink": 5}), (30.0, 2000.0, {"part_keys": 32}),
 ])
 def test_capped_scores(check, dtype, softcap, scale, more):
     """Kernel and oracle agree if the scores are far below the cap, about as large as the cap, or far above it.
@@ -197,7 +204,7 @@ def test_the_oracle_adds_slopes_after_the_cap_and_one_sink_logit(run_oracle, str
 @pytest.mark.parametrize("has_slopes, factor, has_sink_logits", [
     (True, None, False), (False, None, True), (True, None, True), (True, 0.25, False),
 ])
-@pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5, "uniform_rows": 16}])
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5, "part_keys": 16}])
 def test_slopes_and_sink_logits(check, random, dtype, has_slopes, factor, has_sink_logits, more):
     if has_slopes:
         more = {**more, "alibi_slopes": slopes_of(6, factor, random), "alibi_bfloat16_factor": factor}
@@ -354,19 +361,19 @@ COUNTS = {"lengths": st.lists(st.tuples(st.integers(0, 70), st.one_of(st.integer
                               max_size=6),
           "tile_rows": st.sampled_from([1, 16, 33, 128]), "kv_heads": st.integers(1, 9), "group": st.integers(1, 9),
           "resident_programs": st.integers(1, 300), "window": st.sampled_from([None, 1, 700, 5000]),
-          "sink": st.sampled_from([0, 4, 900])}
+          "sink": st.sampled_from([0, 4, 900]), "part_keys": st.sampled_from([None, 64, FIXED_PART_KEYS])}
 
 
 @given(**COUNTS, more_tokens=st.integers(0, 20), more_contexts=st.integers(0, 2))
 def test_no_work_has_more_rows_parts_or_programs_than_planned(lengths, tile_rows, kv_heads, group, resident_programs,
-                                                              window, sink, more_tokens, more_contexts):
-    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs)
+                                                              window, sink, part_keys, more_tokens, more_contexts):
+    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs, part_keys)
     query_lengths, kv_lengths = [new for new, _ in lengths], [new + cached for new, cached in lengths]
     work = context_work_list(query_lengths, kv_lengths, tile_rows, heads=heads, window=window, sink=sink)
     most = most_context_work(sum(query_lengths) + more_tokens, len(lengths) + more_contexts, tile_rows, heads,
                              max(kv_lengths, default=0))
     assert len(work.work_list) <= most.rows and len(work.merged_rows) <= most.split
-    assert work.part_starts[-1] <= most_partials(tile_rows, heads)
+    assert work.part_starts[-1] <= most_partials(tile_rows, heads, max(kv_lengths, default=0))
     split = work.work_list[work.work_list[:, 4] >= 0]
     tokens = [min(query_lengths[sequence] - tile * tile_rows, tile_rows) for sequence, tile, *_ in split.tolist()]
     assert sum(kv_heads * -(-count * group // tile_rows) for count in tokens) <= resident_programs
@@ -374,8 +381,8 @@ def test_no_work_has_more_rows_parts_or_programs_than_planned(lengths, tile_rows
 
 @given(**COUNTS, num_parts=st.sampled_from([None, 1, 2, 7]))
 def test_every_part_of_a_tile_and_every_partial_result_of_a_token_is_there_once(
-        lengths, tile_rows, kv_heads, group, resident_programs, window, sink, num_parts):
-    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs)
+        lengths, tile_rows, kv_heads, group, resident_programs, window, sink, part_keys, num_parts):
+    heads = ContextHeads(kv_heads * group, kv_heads, resident_programs, part_keys)
     query_lengths, kv_lengths = [new for new, _ in lengths], [new + cached for new, cached in lengths]
     work = context_work_list(query_lengths, kv_lengths, tile_rows, 0, heads, window, sink, num_parts)
     parts = {}
@@ -386,9 +393,12 @@ def test_every_part_of_a_tile_and_every_partial_result_of_a_token_is_there_once(
     expected = {}                                          # packed token -> indices of its partial results
     for (sequence, tile, count, partial), found in parts.items():
         assert sorted(found) == list(range(count)) and (partial < 0) == (count == 1)
-        for token in range(tile * tile_rows, min((tile + 1) * tile_rows, query_lengths[sequence])) if count > 1 else ():
-            begin = partial + (token - tile * tile_rows) * count
-            expected[sum(query_lengths[:sequence]) + token] = (begin, begin + count)
+        end = min((tile + 1) * tile_rows, query_lengths[sequence])
+        keys = kv_lengths[sequence] - query_lengths[sequence] + end
+        results = -(-keys // part_keys) if part_keys else count
+        for token in range(tile * tile_rows, end) if count > 1 else ():
+            begin = partial + (token - tile * tile_rows) * results
+            expected[sum(query_lengths[:sequence]) + token] = (begin, begin + results)
     starts = work.part_starts.tolist()
     assert dict(zip(work.merged_rows.tolist(), zip(starts, starts[1:]))) == expected
     assert starts == sorted(starts) and len(starts) == len(work.merged_rows) + 1 == len(expected) + 1
@@ -415,10 +425,12 @@ def test_some_work_list_has_as_many_rows_as_planned(num_tokens, num_contexts, ti
     assert (num_rows, 0) == most_context_work(num_tokens, num_contexts, tile_rows)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 20}, {"window": 20, "sink": 5}, {"window": 20, "slopes": 0.25}])
-def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, paged_cache, random, integers, dtype,
-                                                                  settings):
-    length, heads, head_size = 75, 6, 32                   # the heads of a group may lie in two tiles
+@pytest.mark.parametrize("settings", [
+    {}, {"window": 20}, {"window": 20, "sink": 5}, {"window": 20, "slopes": 0.25}, {"slopes": 0.25}, {"softcap": 2.5}])
+def test_fixed_parts_give_a_row_the_same_bits_whatever_the_chunk_and_the_programs(run_kernel, paged_cache, random,
+                                                                                  integers, dtype, settings):
+    """The results of the parts are combined in registers, or, with several programs, by `paged_attention_merge`."""
+    length, heads, head_size, part_keys = 107, 6, 32, 32   # the heads of a group may lie in two tiles
     cache = paged_cache([length], 2, head_size, B, dtype)
     query = random(length, heads, head_size, dtype=dtype)
     if "slopes" in settings:
@@ -426,22 +438,29 @@ def test_uniform_rows_give_a_row_the_same_bits_whatever_the_chunk(run_kernel, pa
                     "alibi_slopes": slopes_of(heads, settings["slopes"], random)}
         del settings["slopes"]
 
-    def attend(start, stop):
-        work_list = torch.from_numpy(context_work_list([stop - start], [stop], 16).work_list).to(query.device)
+    def attend(start, stop, num_parts):
+        work_list, part_starts, merged_rows = (torch.from_numpy(array).to(query.device) for array in context_work_list(
+            [stop - start], [stop], UNIFORM_ROWS, 0, ContextHeads(heads, 2, 1, part_keys), settings.get("window"),
+            num_parts=num_parts))
+        parts = {"part_starts": part_starts, "merged_rows": merged_rows, "num_partials": int(part_starts[-1])}
+        assert (len(merged_rows) > 0) == (num_parts > 1 and "window" not in settings)
         return run_kernel("paged_attention_context", query[start:stop], cache.pool, cache.block_table,
                           integers([0, stop - start]), integers([stop]), work_list, head_size**-0.5,
-                          uniform_rows=16, interpreted={"dots_in_one_order": True}, **settings)
+                          part_keys=part_keys, interpreted={"dots_in_one_order": True}, **settings,
+                          **(parts if len(merged_rows) else {}))
 
-    whole = attend(0, length)
-    for start, stop in [(0, 16), (0, 1), (7, 40), (40, 75), (74, 75), (48, 49)]:
-        assert torch.equal(attend(start, stop), whole[start:stop])
+    whole = attend(0, length, 1)
+    for start, stop, num_parts in [(0, length, 3), (0, 16, 1), (0, 1, 2), (7, 40, 1), (40, 107, 2), (106, 107, 4),
+                                   (48, 49, 1), (64, 65, 3), (95, 97, 9)]:
+        assert torch.equal(attend(start, stop, num_parts), whole[start:stop]), (start, stop, num_parts)
 
 
-def test_uniform_rows_compute_what_the_others_do(run_kernel, run_oracle, paged_cache, random, integers, dtype):
-    cache = paged_cache([75], 2, 32, B, dtype)
-    query = random(40, 4, 32, dtype=dtype)
-    work_list = torch.from_numpy(context_work_list([40], [75], 16).work_list).to(query.device)
-    arguments = (query, cache.pool, cache.block_table, integers([0, 40]), integers([75]), work_list, 32**-0.5)
-    got = run_kernel("paged_attention_context", *arguments, uniform_rows=16)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(got, run_oracle("paged_attention_context", *arguments), rtol=0, atol=tolerance)
+@pytest.mark.pairs
+@pytest.mark.parametrize("num_parts", [None, 2, 7])
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.5}, {"window": 20, "sink": 5}])
+@pytest.mark.parametrize("has_slopes", [False, True])
+def test_fixed_parts_compute_what_the_others_do(check, random, dtype, num_parts, more, has_slopes):
+    if has_slopes:
+        more = {**more, "alibi_slopes": slopes_of(6, None, random), "sink_logits": 3 * random(6)}
+    check([40, 5, 1, 33, 1], [140, 75, 70, 33, 1], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts,
+          part_keys=32, **more)

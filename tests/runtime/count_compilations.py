@@ -222,23 +222,28 @@ def scratch():
 
 
 def attention_scratch():
-    """Return (bytes of partial results that a step with split contexts and rows allocates, planned bytes)."""
+    """Return [(bytes of partial results that a step with split contexts and rows allocates, planned bytes)], for an
+    engine without and with `deterministic`."""
     from batch_manager.attention.triton_paged import TritonPagedAttention
     from batch_manager.triton_kernels.attention_scratch import attention_scratch_bytes
 
     heads, size, length, taken, zeros = [8, 2, 2], 128, 9000, [], torch.zeros
     spec = SimpleNamespace(num_heads=8, num_kv_heads=2, head_size=size, num_layers=1,
                            attention=(LayerAttention(scale=0.1),))
-    attention = TritonPagedAttention(spec, zeros((2, 1, 2, 2, 64, size), dtype=torch.bfloat16))
-    step = packed_step([64, 1, 1, 1], [length] * 4, 1)
-    attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
-    packed = zeros(step.num_tokens, sum(heads), size, dtype=torch.bfloat16)
-    torch.zeros = lambda *size, **more: taken.append(zeros(*size, **more)) or taken[-1]
-    attention.run(0, *packed.split(heads, 1), None)
-    torch.zeros = zeros
-    partial = [tensor.nbytes for tensor in taken if tensor.dtype == torch.float32 and len(tensor)]
-    assert len(partial) == 4
-    return sum(partial), attention_scratch_bytes(3, 8, 2, size, 2, 132)
+    found, step = [], packed_step([64, 1, 1, 1], [length] * 4, 1)
+    for deterministic in (False, True):
+        attention = TritonPagedAttention(spec, zeros((2, 1, 2, 2, 64, size), dtype=torch.bfloat16),
+                                         deterministic=deterministic)
+        attention.receive([torch.from_numpy(array) for array in attention.plan(step)])
+        packed = zeros(step.num_tokens, sum(heads), size, dtype=torch.bfloat16)
+        torch.zeros = lambda *size, **more: taken.append(zeros(*size, **more)) or taken[-1]
+        attention.run(0, *packed.split(heads, 1), None)
+        torch.zeros = zeros
+        partial = [tensor.nbytes for tensor in taken if tensor.dtype == torch.float32 and len(tensor)]
+        assert len(partial) == (2 if deterministic else 4)       # one launch computes contexts and rows
+        found.append((sum(partial), attention_scratch_bytes(3, 8, 2, size, 2, 132, length if deterministic else 0)))
+        taken.clear()
+    return found
 
 
 def main(folders, every_pair):

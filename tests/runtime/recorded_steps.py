@@ -49,6 +49,7 @@ SLOTS, BLOCK, BLOCKS = 6, 16, 48
 MIXED, SPLIT_MIXED = (Shape(8, is_split, True, 64, MOST_CONTEXTS) for is_split in (False, True))
 SHORT, LONG = (1, 40), (90, 127)                  # lengths that attention computes in one part, and in several
 context_work_list.MIN_KEYS_PER_PART = 16          # then attention splits contexts of 32 tokens
+triton_paged.FIXED_PART_KEYS = 32                 # then sequences of a LONG length are split, and none of a SHORT one
 LLAMA_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
               "vocab_size": engine_modes.VOCAB, "max_position_embeddings": 128, "num_hidden_layers": 1}
 MANY = 72
@@ -81,9 +82,10 @@ class Steps:
     launches   what is launched
     """
 
-    def __init__(self, checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS, adapters=None):
+    def __init__(self, checkpoint, dtype="float32", num_slots=SLOTS, num_blocks=BLOCKS, adapters=None,
+                 deterministic=False):
         params = TrtGptModelOptionalParams(
-            device="cpu", dtype=dtype, num_threads=1, peft_cache_config=adapters,
+            device="cpu", dtype=dtype, num_threads=1, peft_cache_config=adapters, deterministic=deterministic,
             kv_cache_config=KvCacheConfig(tokens_per_block=BLOCK, max_tokens=BLOCK * num_blocks))
         with mock.patch.object(table, "make_graph", lambda *given: setattr(self, "given", given)):
             self.backend = build_native_backend(checkpoint, params, layout=packing.packed, num_slots=num_slots,
@@ -246,24 +248,30 @@ def planted(steps):
 def launches(folder):
     """Yield the launches of one Llama layer, and the launches outside of the layers, in a step of four rows.
 
-    Launches are counted without fusion ("separate") and with it ("fused"). The function also yields the difference
-    between the logits of the two.
+    Launches are counted without fusion ("separate"), with it ("fused"), and with the option `deterministic`. The
+    function also yields the largest difference between the logits of the first two, and of the last two.
     """
     found = []
     for num_layers in (1, 2):
         CONFIGS["llama"] |= engine_modes.SMALL | {"num_hidden_layers": num_layers}
         parent = Path(folder) / f"{num_layers} layers"
         parent.mkdir(exist_ok=True)
-        steps = Steps(make_checkpoint("llama", parent))
-        logits, fused = steps.keep_logits(), steps.launches
+        checkpoint = make_checkpoint("llama", parent)
+        steps, deterministic = Steps(checkpoint), Steps(checkpoint, deterministic=True)
+        fused, separate, alike = steps.launches, steps.without_fusion(), deterministic.launches
+        logits, logits_alike = steps.keep_logits(), deterministic.keep_logits()
         found.append({})
         for is_split in (False, True):
             batch = random_batch(np.random.default_rng(3), 4, is_split)
-            for label, runs in (("fused", fused), ("separate", steps.without_fusion())):
-                steps.launches = runs
-                found[-1][label, is_split] = Counter(steps.record(batch)[1].launches)
+            for label, made, runs in (("deterministic", deterministic, alike), ("fused", steps, fused),
+                                      ("separate", steps, separate)):
+                made.launches = runs
+                recorder = made.record(batch)[1]
+                assert recorder.refusals == []
+                found[-1][label, is_split] = Counter(recorder.launches)
             yield {"finding": "logits", "scale": logits[-1].abs().max().item(),
-                   "difference": (logits[-2] - logits[-1]).abs().max().item()}
+                   "difference": max((logits[-2] - logits[-1]).abs().max().item(),
+                                     (logits_alike[-1] - logits[-1]).abs().max().item())}
     for label, is_split in found[0]:
         one, two = (counts[label, is_split] for counts in found)
         yield {"finding": "launches", "label": label, "is_split": is_split, "layer": dict(two - one),

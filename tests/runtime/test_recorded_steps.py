@@ -125,6 +125,11 @@ def test_a_layer_of_a_llama_takes_five_launches_with_few_rows_where_separate_one
         **attention, "_rms_norm_kernel": 2, "aten.linear.default": 2, "_gated_activation_kernel": 1,
         "aten.addmm_.default": 2}
     assert found["fused"]["layer"] == {**attention, "_fused_linear_kernel": 2, "aten.addmm_.default": 2}
+    # Products add no residual, and keys are appended by a launch of their own.
+    assert found["deterministic"]["layer"] == {
+        "_context_kernel": 1, "_rope_kv_append_kernel": 1, **({"_merge_kernel": 1} if is_split else {}),
+        "_rms_norm_kernel": 2, "_deterministic_linear_kernel": 4, "_gated_activation_kernel": 1, "aten.add_.Tensor": 2}
+    assert sum(found["deterministic"]["around"].values()) == 20
     assert sum(found["separate"]["layer"].values()) == 8 + is_split
     assert sum(found["fused"]["layer"].values()) == 5 + is_split
     # The norm before the head is fused too.

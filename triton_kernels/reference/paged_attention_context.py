@@ -29,7 +29,7 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
-            uniform_rows, num_partials: ignored by the oracle.
+            part_keys, num_partials: ignored by the oracle.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Returns     out.
 Needs       finite numbers for all B tokens of every page with a visible key: zero the pool once.
@@ -40,7 +40,7 @@ import torch
 
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
-    uniform_rows=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
+    part_keys=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
     part_starts=None, merged_rows=None, num_partials=0,
 ):
     """Attend from several tokens per sequence. See the module docstring for shapes."""

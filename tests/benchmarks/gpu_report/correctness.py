@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batch_manager.triton_kernels.context_work_list import FIXED_PART_KEYS
 from batch_manager.triton_kernels.dispatch import kernel
 
 from .bench import Bench
@@ -173,6 +174,18 @@ def _context_in_parts(bench: Bench) -> float:
     return sequences.context_error(sequences.context(num_parts=bench.pick(None, 2)))
 
 
+def _context_in_fixed_parts(bench: Bench) -> float:
+    """Also return infinity if the number of programs that share the keys of a tile shows in the bits."""
+    lengths = bench.pick(np.array([16000, 300, 4000]), np.array([40, 9]))
+    sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)), lengths,
+                               new_tokens=bench.pick(40, 5), tokens_per_block=bench.pick(64, 16))
+    launches = [sequences.context(num_parts=programs, part_keys=bench.pick(FIXED_PART_KEYS, 16))
+                for programs in (1, bench.pick(None, 2), 3)]
+    whole, *split = (launch(0).clone() for launch in launches)
+    is_alike = all(torch.equal(one, whole) for one in split)
+    return max(map(sequences.context_error, launches)) if is_alike else float("inf")
+
+
 def _merge(bench: Bench) -> float:
     heads, size = bench.pick((32, 128), (2, 16))
     starts = bench.tensor(np.array([0, 3, 20, 22]), torch.int32)
@@ -308,7 +321,8 @@ CHECKS: dict[str, Callable[[Bench], float]] = {
     "fused_linear": _fused_linear, "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
     "paged_attention_merge": _merge, "paged_attention_context": _context,
-    "paged_attention_context in parts": _context_in_parts, "sample_token": _sample_token,
+    "paged_attention_context in parts": _context_in_parts,
+    "paged_attention_context in fixed parts": _context_in_fixed_parts, "sample_token": _sample_token,
     "prepare_step": _prepare_step,
     "philox": _philox, "token_penalties": _token_penalties, "ban_ngrams": _ban_ngrams, "ban_words": _ban_words,
     "match_stop_words": _match_stop_words, "token_bitmask": _token_bitmask, "beam_topk": _beam_topk,

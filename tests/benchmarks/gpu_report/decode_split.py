@@ -2,13 +2,15 @@
 
 `triton_kernels/decode_work_list.py` decides by estimates whether and how it splits. The report ends with the constants
 that were fastest in all cases together. A record of split sequences has the time of their merge, in pages of a program,
-by the times of split and whole sequences: `MERGE_PAGES` of that file is such a time.
+by the times of split and whole sequences: `MERGE_PAGES` of that file is such a time. With single sequences, the fixed
+parts of a deterministic engine are timed too; their keys are appended before.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
+from batch_manager.triton_kernels.context_work_list import FIXED_PART_KEYS
 from batch_manager.triton_kernels.decode_work_list import MIN_PAGES_PER_PART, ROUNDS, times_in_pages
 from batch_manager.triton_kernels.device_limits import device_limits
 from batch_manager.triton_kernels.paged_attention_decode import decode_settings
@@ -53,9 +55,13 @@ def _of_case(bench: Bench, case: str, heads: Heads, lengths: np.ndarray, trials:
         ("as in an engine", AS_IN_AN_ENGINE, None), ("whole", None, int(num_pages.max()))]
     ways += [(f"at least {parts.min_pages_per_part} pages, {parts.rounds} rounds", None if number == 0 else parts,
               parts.pages_per_part(lengths, block, heads.kv, resident)) for number, parts in enumerate(TRIED)]
-    for text, parts, pages in ways:
-        launch = sequences.decode(resident, pages)
-        if (error := sequences.decode_error(launch)) > bench.allowed_error:
+    launches = [(*way, sequences.decode(resident, way[2]), sequences.decode_error) for way in ways]
+    if len(lengths) == 1 or bench.is_dry:
+        launches += [(text, None, None, sequences.context(num_parts=programs, part_keys=FIXED_PART_KEYS),
+                      sequences.context_error)
+                     for text, programs in (("deterministic", None), ("deterministic, one program", 1))]
+    for text, parts, pages, launch, error_of in launches:
+        if (error := error_of(launch)) > bench.allowed_error:
             yield Record("decode-split", f"{case}: {text}", status=FAILED,
                          note=f"the result is wrong: relative error {error:.2g}")
             continue

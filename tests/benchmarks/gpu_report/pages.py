@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from batch_manager.triton_kernels.context_work_list import context_tile_rows, context_work_list
+from batch_manager.triton_kernels.context_work_list import UNIFORM_ROWS, context_tile_rows, context_work_list
 from batch_manager.triton_kernels.decode_work_list import decode_work_list
 from batch_manager.triton_kernels.device_limits import device_limits
 from batch_manager.triton_kernels.paged_attention_context import context_heads, paged_attention_context
@@ -126,16 +126,19 @@ class PagedSequences:
             self.query, self.key, self.value, self.layer(number), self.block_table, self.kv_lengths, work, starts,
             self.heads.scale, out=self.out, **self.tables)
 
-    def context(self, tile_rows: int | None = None, num_parts: int | None = None) -> Callable[[int], torch.Tensor]:
+    def context(self, tile_rows: int | None = None, num_parts: int | None = None,
+                part_keys: int | None = None) -> Callable[[int], torch.Tensor]:
         """Return a function (number) -> output that runs context attention on layer `number`, as an engine does.
 
         tile_rows   rows of a tile of queries; None: as many as in an engine
         num_parts   number of parts of the keys of each tile; None: chosen for each tile, as in an engine
+        part_keys   keys of a fixed part, as in a deterministic engine; None: parts of any size
         """
         block, size = self.pool.shape[4:]
-        rows = tile_rows or context_tile_rows(self.heads.size, self.pool.element_size())
+        rows = tile_rows or (UNIFORM_ROWS if part_keys else
+                             context_tile_rows(self.heads.size, self.pool.element_size()))
         heads = context_heads(self.heads.query, self.heads.kv, size, self.pool.element_size(), block,
-                              device_limits())
+                              device_limits(), part_keys)
         work_list, part_starts, merged_rows = (torch.from_numpy(array).to(self.query.device) for array in (
             context_work_list(np.full(len(self.lengths), self.new_tokens), self.lengths, rows, heads=heads,
                               num_parts=num_parts)))
@@ -144,7 +147,7 @@ class PagedSequences:
             parts = {"part_starts": part_starts, "merged_rows": merged_rows, "num_partials": int(part_starts[-1])}
         return lambda number: paged_attention_context(
             self.query, self.layer(number), self.block_table, self.cu_seqlens, self.kv_lengths, work_list,
-            self.heads.scale, out=self.out, **parts)
+            self.heads.scale, out=self.out, part_keys=part_keys, **parts)
 
     def decode_error(self, launch: Callable[[int], torch.Tensor]) -> float:
         """Call `launch` for layer 0, and return the relative error of its output for a few sequences.
