@@ -231,6 +231,7 @@ def attention_scratch():
     spec = SimpleNamespace(num_heads=8, num_kv_heads=2, head_size=size, num_layers=1,
                            attention=(LayerAttention(scale=0.1),))
     found, step = [], packed_step([64, 1, 1, 1], [length] * 4, 1)
+    most_keys = 64 * step.block_tables.shape[1]
     for deterministic in (False, True):
         attention = TritonPagedAttention(spec, zeros((2, 1, 2, 2, 64, size), dtype=torch.bfloat16),
                                          deterministic=deterministic)
@@ -241,7 +242,7 @@ def attention_scratch():
         torch.zeros = zeros
         partial = [tensor.nbytes for tensor in taken if tensor.dtype == torch.float32 and len(tensor)]
         assert len(partial) == (2 if deterministic else 4)       # one launch computes contexts and rows
-        found.append((sum(partial), attention_scratch_bytes(3, 8, 2, size, 2, 132, length if deterministic else 0)))
+        found.append((sum(partial), attention_scratch_bytes(3, 8, 2, size, 2, 132, most_keys * deterministic)))
         taken.clear()
     return found
 
