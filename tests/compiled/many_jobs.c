@@ -21,12 +21,12 @@ static int attention_jobs(void) {
     char *registers[2] = {(char *)x, (char *)y};
     Step step = {.rows = TOKENS, .registers = registers, .cache = &cache, .positions = positions, .pool_slots = slots,
                  .query_starts = starts, .block_tables = tables[0], .num_sequences = 3, .table_stride = 40, .type = BFLOAT16};
-    double scale = 0.125;
-    int64_t scale_bits;
-    memcpy(&scale_bits, &scale, 8);
+    double scales[2] = {0.125, 1};
+    int64_t bits[2];
+    memcpy(bits, scales, sizeof bits);
     Operation operations[2] = {
         {{ROTATE_AND_APPEND, 0, WIDTH, 0, 0, WIDTH, HEADS * SIZE, 0, WIDTH, (HEADS + KEY_HEADS) * SIZE, 0, 0, 0, 0}},
-        {{ATTEND, 0, WIDTH, 0, 1, HEADS * SIZE, 0, 0, scale_bits, 0, 0, 0}}};
+        {{ATTEND, 0, WIDTH, 0, 1, HEADS * SIZE, 0, 0, bits[0], 0, 0, 0, 0, 0, 0, bits[1]}}};
     int wrong = 0;
     for (int job = 0; job < JOBS; job++) {
         memset(y, 0xff, TOKENS * HEADS * SIZE * 2);

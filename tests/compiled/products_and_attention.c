@@ -50,7 +50,7 @@ static void compare_product(int64_t inputs, int64_t outputs, int64_t rows, int t
 
 /* Random blocks, with small scales. Decoded numbers are compared with GGUF's in test_quantised_products.py. */
 static void compare_quantised(int type, int64_t inputs, int64_t outputs, int64_t rows, int row_type) {
-    int64_t groups = inputs / GROUP, panels = (outputs + PANEL - 1) / PANEL, stride = inputs * 2;
+    int64_t groups = inputs / GROUP, panels = (outputs + PANEL - 1) / PANEL, stride = inputs * 3;
     int64_t file_bytes = in_groups(type) ? inputs + groups * 4 : quantised_row_bytes(type, inputs);
     int64_t block_bytes = in_groups(type) ? file_bytes : quantised_row_bytes(type, is_k(type) ? 8 * BLOCK_INPUTS
                                                                                              : BLOCK_INPUTS);
