@@ -16,7 +16,8 @@ from ..seams import MemoryUsage
 from .draft_model import ROW_COST, DraftModel
 from .ngrams import NgramDrafter
 
-MOST_MISSES, TOKENS_OF_A_REST = 4, 16
+MOST_MISSES, TOKENS_OF_A_REST, TOKENS_WITHOUT = 4, 16, 1024
+FADING = 0.99          # of a time for a draft that keeps a request without drafts, so that it is measured again
 MEMORY = 0.9           # weight of a step's drafts in the acceptance of a request, after each later step with drafts
 
 
@@ -70,13 +71,17 @@ class _Draft:
         its expected acceptance, rate ** k, exceeds what its time would yield without it. That is its share of the time
         of the step, times the tokens that the drafts before it bring in that time.
 
-        If none pays, a request still gets a draft every TOKENS_OF_A_REST tokens, as the text may have changed.
+        If none pays, a request still gets a draft every TOKENS_OF_A_REST tokens, as the text may have changed. If none
+        could pay, as a draft takes as long as a token, it gets none for TOKENS_WITHOUT tokens.
 
         length   number of tokens of the request
         cost     time of drafting a token for all sequences, of the time of a step
         """
         rate, row = (1 + self.accepted) / (2 + self.tried), ROW_COST * num_rows
         share = row / (1 - ROW_COST + row) + cost
+        if share >= 1:
+            self.rests_until = length + TOKENS_WITHOUT
+            return 0
         count, expected, tokens, time = 0, rate, 1.0, 1.0
         while count < most and expected * time > share * tokens:
             count, expected, tokens, time = count + 1, expected * rate, tokens + expected, time + share
@@ -184,9 +189,12 @@ class Drafting:
             length = request.num_tokens
             self._count(draft, length)
             if length >= draft.rests_until and request.final_length - length > 1:
-                asked.append(request)
                 most = min(self._most, left, request.final_length - length - 1)
-                max_lengths.append(draft.most(num_rows, length, most, cost))
+                if most := draft.most(num_rows, length, most, cost):
+                    asked.append(request)
+                    max_lengths.append(most)
+                elif self._model is not None:
+                    self._model.seconds_per_draft *= FADING
         proposed: list[tuple[LlmRequest, list[int]]] = []
         for request, tokens in zip(asked, self._propose(asked, max_lengths)):
             if tokens := self._allowed(request, tokens[:left]):
