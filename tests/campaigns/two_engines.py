@@ -5,9 +5,10 @@
 
 A seed is a family and options of the engines: compiled or not, deterministic or not, chunks, drafts, a window, FP8. It
 has requests with random prompts, some of which begin alike, and with the tensors of
-tests/integration/test_contexts_from_another_engine.py. In a quarter of the seeds the first engine has a process of its
-own. Texts, log-probabilities and all other tensors must be those of one engine without chunks and drafts: bit by bit if
-deterministic, otherwise within 3e-4.
+tests/integration/test_contexts_from_another_engine.py. In a third of the seeds the first engine hands over nothing, but
+saves to a directory on disk, on which the second one starts. In some seeds the first engine has a process of its own,
+which is killed by SIGKILL while it saves. Texts, log-probabilities and all other tensors must be those of one engine
+without chunks and drafts: bit by bit if deterministic, otherwise within 3e-4.
 """
 
 import os
@@ -26,6 +27,7 @@ from .portions import run_seeds
 from .registry import Options, Summary
 
 ENOUGH = {"Q": 50, "F": 1_000, "C": 10_000}                 # requests
+KINDS = {"producer": "context_only", "consumer": "generation_only", None: "context_and_generation"}
 
 
 def draw_engines(draw: Random) -> tuple[dict, dict, dict]:
@@ -64,12 +66,12 @@ def draw_asked(draw: Random) -> list[tuple[list[int], dict]]:
     return asked
 
 
-def prefill(pipe: Any, folder: Path, options: dict, asked: list) -> None:
+def prefill(pipe: Any, folder: Path, role: str | None, options: dict, asked: list) -> None:
     """Compute the prompts, in a process of its own, and hold them until the other engine has them."""
     from tests.integration.test_contexts_from_another_engine import Engine
 
-    engine = Engine(folder, "producer", **options)
-    pipe.send(engine.answer(engine.requests(asked, "context_only")))
+    engine = Engine(folder, role, **options)
+    pipe.send(engine.answer(engine.requests(asked, KINDS[role])))
     pipe.recv()
     engine.end()
 
@@ -89,37 +91,47 @@ def run_seed(seed: int, parent: Path) -> tuple[Counter, list[str]]:
         folder.mkdir()
         Reference(family, folder)
     options, of_first, of_second = draw_engines(draw)
-    asked, in_processes = draw_asked(draw), draw.random() < 0.25
+    asked, in_processes, has_disk = draw_asked(draw), draw.random() < 0.25, draw.random() < 1 / 3
+    roles: tuple[str | None, str | None] = (None, None) if has_disk else ("producer", "consumer")
     where = (f"seed {seed} (python -m tests.campaigns.two_engines {seed}): {family}, {options}, {of_first}, "
-             f"{of_second}, two processes: {in_processes}")
+             f"{of_second}, two processes: {in_processes}, disk: {has_disk}")
     counts = Counter({"engines": 3, "in two processes": in_processes, "requests": len(asked),
-                      "deterministic": "deterministic" in options})
+                      "deterministic": "deterministic" in options, "with a disk": has_disk})
     alone = Engine(folder, **options)
     wanted = alone.answer(alone.requests(asked))
     alone.end()
-    decode = Engine(folder, "consumer", **options | of_second)
-    try:
-        if in_processes:
-            ours, theirs = get_context("spawn").Pipe()
-            process = get_context("spawn").Process(target=prefill, args=(theirs, folder, options | of_first, asked))
-            process.start()
-            contexts = ours.recv() if ours.poll(300) else []
-        else:
-            first = Engine(folder, "producer", **options | of_first)
-            contexts = first.answer(first.requests(asked, "context_only"))
-        found = decode.answer(decode.requests(asked, "generation_only", contexts))
-        if in_processes:
-            ours.send(None)
-            process.join(60)
-        else:
+    if has_disk:
+        options["kv"] |= {"disk_cache_path": parent / f"disk {seed}", "disk_cache_size": 1 << 30,
+                          "disk_min_tokens": options["kv"]["tokens_per_block"]}
+    if in_processes:
+        ours, theirs = get_context("spawn").Pipe()
+        process = get_context("spawn").Process(
+            target=prefill, args=(theirs, folder, roles[0], options | of_first, asked))
+        process.start()
+        contexts = ours.recv() if ours.poll(300) else []
+        if has_disk:
+            process.kill()
+    else:
+        first = Engine(folder, roles[0], **options | of_first)
+        contexts = first.answer(first.requests(asked, KINDS[roles[0]]))
+        if has_disk:
             first.end()
+    decode = Engine(folder, roles[1], **options | of_second)
+    try:
+        found = decode.answer(decode.requests(asked, KINDS[roles[1]], [] if has_disk else contexts))
     finally:
         figures = decode.end()
-    counts.update({"blocks_bytes": figures["KV Transfer Bytes"], "fallbacks": figures["KV Transfer Fallbacks"],
+        if in_processes:
+            if not has_disk:
+                ours.send(None)
+            process.join(60)
+        elif not has_disk:
+            first.end()
+    counts.update({"blocks_bytes": figures.get("KV Transfer Bytes", 0), "loaded": figures.get("Store Loaded Blocks", 0),
                    "accepted drafts": figures.get("Accepted Draft Tokens", 0)})
     wrong = list(differences(wanted, found, is_exact="deterministic" in options))
     lines = [f"{where}: request {number} {asked[number][1].keys()} differs in {name}" for number, name in wrong]
-    if figures["KV Transfer Fallbacks"]:
+    if figures.get("KV Transfer Fallbacks"):
         lines.append(f"{where}: {figures['KV Transfer Fallbacks']} requests got no blocks")
     return counts, lines
 
@@ -130,7 +142,8 @@ def run(options: Options) -> Summary:
     counts = total.counts
     return Summary(
         f"T26: seeds {options.first_seed}..{total.last_seed}: {counts['requests']:,} requests, "
-        f"{counts['in two processes']:,} seeds in two processes, {counts['deterministic']:,} deterministic; "
+        f"{counts['in two processes']:,} seeds in two processes, {counts['with a disk']:,} with a disk, "
+        f"{counts['deterministic']:,} deterministic; {counts['loaded']:,} blocks loaded, "
         f"{counts['blocks_bytes']:,} bytes handed over, {counts['accepted drafts']:,} accepted drafts",
         total.failures,
         [] if counts["requests"] >= enough else [f"{counts['requests']:,} of {enough:,} requests"])
