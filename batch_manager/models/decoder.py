@@ -1,4 +1,6 @@
-"""The frame of the model families: embed, enter, layers, norm, head. A family inherits from it and from nothing else.
+"""The frame of the model families: embed, enter, layers, norm, head.
+
+A family inherits from it and from nothing else, or, with experts, from the family that it is apart from them.
 
 A frame can also be a stage of a model: some of its layers, with the embedding on the first stage and the norm and the
 head on the last one.

@@ -677,13 +677,16 @@ def test_a_folder_does_not_use_the_words_of_another():
     assert not wrong, report(wrong)
 
 
+WITH_EXPERTS = {"GraniteMoe": "Granite"}     # a family with experts -> the family that it is apart from them
+
+
 def test_a_family_inherits_from_the_frame_alone_and_the_families_are_short():
-    """The 28 families together have at most 2,200 lines."""
+    """The 28 families together have at most 2,200 lines. One with experts may inherit from the family without them."""
     texts = {module: (PACKAGE / f"models/{module}.py").read_text() for module, _ in _SHIPPED.values()}
     for module, name in _SHIPPED.values():
         (family,) = [node for node in ast.parse(texts[module]).body
                      if isinstance(node, ast.ClassDef) and node.name == name]
-        assert [ast.unparse(base) for base in family.bases] == ["Decoder"], module
+        assert [ast.unparse(base) for base in family.bases] == [WITH_EXPERTS.get(name, "Decoder")], module
         methods = {node.name for node in family.body if isinstance(node, ast.FunctionDef)}
         assert not methods & {"__init__", "forward"}, module
     assert sum(text.count("\n") for text in texts.values()) <= 2200
