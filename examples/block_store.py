@@ -53,7 +53,7 @@ class SharedStore:
         self._blocks, self._known = blocks, blocks.keys()
 
     def count(self, blocks):
-        """Called by the worker, so it asks no other process. A block that has gone meanwhile is noticed when it is loaded."""
+        """Called by the worker, so it asks no other process. A block that has gone meanwhile is missed when loaded."""
         return next((place for place, block in enumerate(blocks) if block.key not in self._known), len(blocks))
 
     def load(self, blocks, buffers):
