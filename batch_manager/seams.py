@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Protocol
 
 from .adapter_values import AdapterModules
@@ -155,3 +156,15 @@ class Clock(Protocol):
     def timestamp(self) -> str:
         """Local wall time as `%m-%d-%Y %H:%M:%S`."""
         ...
+
+
+def integers(figures: Mapping[str, int]) -> dict[str, int]:
+    """Return the figures of a part, checked: JSON can hold them.
+
+    Raises TypeError for what is no integer, and ValueError for one that needs more than 64 bits.
+    """
+    checked = {str(name): index(value) for name, value in figures.items()}
+    for name, value in checked.items():
+        if not -2**63 <= value < 2**64:
+            raise ValueError(f"the figure {name[:200]!r} has {value.bit_length()} bits; expected at most 64")
+    return checked

@@ -8,7 +8,7 @@ from operator import index
 from typing import Any, Protocol
 
 from ..config import Limits
-from ..seams import Clock, MemoryUsage, ModelBackend
+from ..seams import Clock, MemoryUsage, ModelBackend, integers
 from ..stats.stats_json import to_json
 from ..stats.trace import IterationTrace
 from .batch_scheme import BatchScheme
@@ -102,15 +102,16 @@ class Reporter:
         figures = self._figures_of_backend
         if figures is not None:
             with self._in_figures:
-                return {str(name): index(value) for name, value in figures().items()}
+                return integers(figures())
         return {}
 
     def _memory_now(self) -> MemoryUsage:
         """Return the memory use of the engine; zeros if the backend raises, so that no request fails."""
         with self._in_memory_usage:
-            found = [owner.memory_usage() for owner in (self._backend, *self._others_with_memory)]
-            gpu, cpu, pinned = (sum(index(getattr(memory, kind)) for memory in found)
-                                for kind in ("gpu", "cpu", "pinned"))
+            gpu = cpu = pinned = 0
+            for owner in (self._backend, *self._others_with_memory):
+                memory = owner.memory_usage()
+                gpu, cpu, pinned = gpu + index(memory.gpu), cpu + index(memory.cpu), pinned + index(memory.pinned)
             if not 0 <= min(gpu, cpu, pinned) <= max(gpu, cpu, pinned) < 2**63:
                 raise ValueError("not a number of bytes")
             return MemoryUsage(gpu, cpu, pinned)

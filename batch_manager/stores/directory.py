@@ -143,8 +143,10 @@ class DirectoryStore:
         pass
 
     def refresh(self) -> None:
-        """Look for files of other processes."""
+        """Look for files of other processes. Remove the oldest ones above the limit, which may be a new one."""
         self._scan()
+        if self._total > self._limit and not self._read_only:
+            self._shrink()
 
     # One file.
 
@@ -247,8 +249,10 @@ class DirectoryStore:
             return True
         self._unseen = 0
         self._scan()
-        if self._total <= self._limit:
-            return True
+        return self._total <= self._limit or self._shrink()
+
+    def _shrink(self) -> bool:
+        """Remove the files that were not used for the longest time. False as for `_has_room`."""
         with open(self._path / LOCK_NAME, "ab", opener=_private) as lock:
             try:
                 flock(lock, LOCK_EX | LOCK_NB)

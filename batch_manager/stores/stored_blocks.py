@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from operator import index
 from typing import Any, cast
 
 from ..contained_log import RateLimitedLog, log
@@ -23,6 +24,7 @@ from ..kv_events import block_hash, root_hash
 from ..one_shot_event import OneShotEvent
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
+from ..seams import integers
 from ..steps.device_work import DeviceWork
 from ..steps.runner import StepRunner
 from .interface import KEY_BYTES, BlockStore, StoredBlock
@@ -141,8 +143,7 @@ class StoredBlocks:
     def figures(self) -> dict[str, int]:
         """Return the statistics of the traffic and of the store."""
         figures = {**self._figures, "Requests Loading": len(self._waiting)}
-        return figures | self._ask("figures", dict[str, int](), lambda: {
-            str(name): int(value) for name, value in self._store.figures().items()})
+        return figures | self._ask("figures", dict[str, int](), lambda: integers(self._store.figures()))
 
     def _open(self) -> None:
         fingerprint, error = tried(self._make_fingerprint)
@@ -407,8 +408,13 @@ class StoredBlocks:
         """On a thread: have the store fill the host blocks of a part."""
         load, blocks = part.load, part.load.blocks[part.start:part.end]
         host_ids = load.host_ids[part.start:part.end]
-        loaded, error = tried(lambda: int(self._store.load(blocks, list(map(self._host_block, host_ids)))))
-        part.num_right = min(max(loaded or 0, 0), len(blocks))
+        def loaded() -> int:
+            number = index(self._store.load(blocks, list(map(self._host_block, host_ids))))
+            if not 0 <= number <= len(blocks):
+                raise ValueError(f"it says that it filled {number} of {counted(len(blocks), 'block')}")
+            return number
+        num_right, error = tried(loaded)
+        part.num_right = num_right or 0
         load.error = load.error or error
         self._ended.append(part)
         self.wake()

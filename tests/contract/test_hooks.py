@@ -320,7 +320,7 @@ def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(m
         assert str(raised.value) == f"{name} is an option of another engine: pass {way_out}"
         for used in re.findall(r"(\w+)=", way_out):       # the way out exists
             assert any(used in owner.__dataclass_fields__ for owner in (
-                TrtGptModelOptionalParams, KvCacheConfig, config.ParallelConfig))
+                TrtGptModelOptionalParams, KvCacheConfig, config.ParallelConfig, config.SpeculativeConfig))
     with pytest.raises(TypeError, match=r"pass parallel_config=ParallelConfig\(tensor_parallel_size=\.\.\.\)"):
         TrtGptModelOptionalParams(tensor_parallel_size=2)
     for name, told in (("world_size", "one device"), ("enable_thinking", "template_options={'enable_"),

@@ -246,6 +246,11 @@ def test_the_directory_is_bounded_for_two_processes_and_what_was_used_last_stays
     assert len(files(folder)) > 20 * EMPTIED - 4
     both[0]._scan()
     assert both[0].figures()["Disk Cache Blocks"] == len(files(folder))
+    for read_only in (True, False):                                # a lower limit holds without a save
+        before = len(files(folder))
+        opened(folder, limit // 4, read_only=read_only).refresh()
+        assert (len(files(folder)) == before) is read_only
+    assert 0 < sum(file.stat().st_size for file in files(folder)) <= limit // 4
     tiny = opened(folder, 10)
     save(tiny, chain(1, root=b"t" * 32))
     assert tiny.figures()["Disk Cache Blocks"] == 0, "one block is larger than the limit"

@@ -155,7 +155,8 @@ def test_of_a_request_with_beams_the_prompt_is_saved(engine):
     ({"load": [4]}, 41 - 4 * SIZE, "Store Failed Loads"), ({"load": [-1]}, 41, "Store Failed Loads"),
     ({"count": [SystemExit(1)], "figures": [KeyboardInterrupt()]}, 41, None),
     ({"load": [SystemExit(1)]}, 41, "Store Failed Loads"),
-    ({"load": [10**9]}, 1, None), ({"count": [10**9]}, 41, "Store Failed Loads")])
+    ({"load": [11]}, 41, "Store Failed Loads"), ({"load": [10.0]}, 41, "Store Failed Loads"),
+    ({"figures": [{"Mine": 2**64}], "load": [10]}, 1, None), ({"count": [10**9]}, 41, "Store Failed Loads")])
 def test_what_a_store_fails_to_give_is_computed(engine, faults, computed, figure):
     store = Memory()
     first = engine(store)

@@ -46,7 +46,9 @@ def read_transfer(fields: JsonObject) -> tuple[RequestType, ContextPhaseParams |
     given = fields.take(NAME, dict) or {}
     decodes_elsewhere, has_prompt_elsewhere = (
         given.get(name) or False for name in ("do_remote_decode", "do_remote_prefill"))
-    if {type(decodes_elsewhere), type(has_prompt_elsewhere)} != {bool} or decodes_elsewhere and has_prompt_elsewhere:
+    if {type(decodes_elsewhere), type(has_prompt_elsewhere)} != {bool}:
+        raise refused(NAME, "expected do_remote_decode and do_remote_prefill to be true or false")
+    if decodes_elsewhere and has_prompt_elsewhere:
         raise refused(NAME, "expected do_remote_decode or do_remote_prefill to be true, not both")
     if decodes_elsewhere:
         return RequestType.CONTEXT_ONLY, None

@@ -13,10 +13,10 @@ from tests.benchmarks.call_trace import main, trace_one_step
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "austen-4m"
 
 
-def test_a_plain_generation_step_makes_at_most_240_calls_through_41_files():
+def test_a_plain_generation_step_makes_at_most_240_calls_through_42_files():
     calls = trace_one_step(str(MODEL), 4, SchedulerPolicy.GUARANTEED_NO_EVICT)
     assert 100 < len(calls.calls) <= 240
-    assert 20 < len(calls.files) <= 41
+    assert 20 < len(calls.files) <= 42
     names = [function for _, _, function in calls.calls]
     for one_of_each_tower in ("GenerationLoop.step", "NativeBackend.start", "KvCacheManager.claim", "Linear.__call__"):
         assert one_of_each_tower in names
