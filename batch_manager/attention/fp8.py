@@ -1,7 +1,7 @@
 """Keys and values in FP8 in the KV cache pool: e4m3, a sign, 4 bits of exponent and 3 of mantissa.
 
 A number is divided by its layer's scale, clamped to the largest number of e4m3 and rounded to the nearest one, ties to
-even. NaN stays NaN. Each number of e4m3 is exact in float32, bfloat16 and float16, so only this rounding loses some.
+even. NaN stays NaN. Each number of e4m3 is exact in float32, bfloat16 and float16, so this rounding is the only loss.
 Attention sees the rounded keys and values of every token, also those of the step's own tokens: a token's result does
 not depend on which step stored a key.
 """

@@ -406,18 +406,19 @@ class StoredBlocks:
 
     def _run_load(self, part: _Part) -> None:
         """On a thread: have the store fill the host blocks of a part."""
-        load, blocks = part.load, part.load.blocks[part.start:part.end]
-        host_ids = load.host_ids[part.start:part.end]
-        def loaded() -> int:
-            number = index(self._store.load(blocks, list(map(self._host_block, host_ids))))
-            if not 0 <= number <= len(blocks):
-                raise ValueError(f"it says that it filled {number} of {counted(len(blocks), 'block')}")
-            return number
-        num_right, error = tried(loaded)
+        num_right, error = tried(partial(self._fill_part, part))
         part.num_right = num_right or 0
-        load.error = load.error or error
+        part.load.error = part.load.error or error
         self._ended.append(part)
         self.wake()
+
+    def _fill_part(self, part: _Part) -> int:
+        """Return the number of host blocks that the store filled. Raises ValueError if it says more than there are."""
+        blocks, host_ids = part.load.blocks[part.start:part.end], part.load.host_ids[part.start:part.end]
+        num_filled = index(self._store.load(blocks, list(map(self._host_block, host_ids))))
+        if not 0 <= num_filled <= len(blocks):
+            raise ValueError(f"it says that it filled {num_filled} of {counted(len(blocks), 'block')}")
+        return num_filled
 
     def _run_save(self, save: _Save) -> None:
         """On a thread: have the store save a block."""

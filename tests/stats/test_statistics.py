@@ -111,7 +111,7 @@ def test_numbers_of_the_backend_are_in_every_record(new_request):
     assert [json.loads(record)["Compute Threads"] for record in records] == [3] * len(records) and records
 
 
-@pytest.mark.parametrize("answer", [None, {"Compute Threads": "many"}, {1: 1.5}])
+@pytest.mark.parametrize("answer", [None, {"Compute Threads": "many"}, {1: 1.5}, {"Most": 2**64}])
 def test_a_backend_whose_numbers_are_none_costs_nobody_a_record(new_request, answer):
     pending, records, finals = [new_request(1, [1], 3)], [], []
     backend = CountingBackend()
