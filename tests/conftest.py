@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import contextlib
 import gc
 import random
+import signal
 import sys
 import threading
 import time
@@ -80,6 +81,8 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:       # in the background of a shell; programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gone = [name for name in LONGEST_FILES if not (Path(__file__).parent / name).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py names files that are gone: {', '.join(gone)}")

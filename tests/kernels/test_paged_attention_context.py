@@ -308,7 +308,7 @@ def test_chunks_give_what_the_whole_prompt_gives(run_kernel, paged_cache, random
 ])
 def test_parts_of_the_keys_are_merged(check, dtype, num_parts, more):
     """Some parts have no key: they are empty, or the window of a row or the newest positions exclude all their keys."""
-    check([40, 5, 1, 33], [140, 75, 70, 33], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts, **more)
+    check([12, 5, 1, 9], [140, 75, 70, 9], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts, **more)
 
 
 @pytest.mark.pairs
@@ -317,7 +317,7 @@ def test_parts_of_the_keys_are_merged(check, dtype, num_parts, more):
 def test_parts_with_slopes_count_the_sink_logits_once(check, random, dtype, has_slopes, factor, more):
     if has_slopes:
         more = {**more, "alibi_slopes": slopes_of(6, factor, random), "alibi_bfloat16_factor": factor}
-    check([40, 5, 1], [300, 5, 70], group=3, num_kv_heads=2, dtype=dtype, num_parts=3, sink_logits=3 * random(6),
+    check([12, 5, 1], [300, 5, 70], group=3, num_kv_heads=2, dtype=dtype, num_parts=3, sink_logits=3 * random(6),
           **more)
 
 
@@ -430,8 +430,8 @@ def test_some_work_list_has_as_many_rows_as_planned(num_tokens, num_contexts, ti
 def test_fixed_parts_give_a_row_the_same_bits_whatever_the_chunk_and_the_programs(run_kernel, paged_cache, random,
                                                                                   integers, dtype, settings):
     """The results of the parts are combined in registers, or, with several programs, by `paged_attention_merge`."""
-    length, heads, head_size, part_keys = 107, 6, 32, 32   # the heads of a group may lie in two tiles
-    cache = paged_cache([length], 2, head_size, B, dtype)
+    length, heads, head_size, part_keys = 53, 3, 32, 16    # the heads of a group may lie in two tiles
+    cache = paged_cache([length], 1, head_size, B, dtype)
     query = random(length, heads, head_size, dtype=dtype)
     if "slopes" in settings:
         settings = {**settings, "alibi_bfloat16_factor": settings["slopes"], "sink_logits": random(heads),
@@ -440,7 +440,7 @@ def test_fixed_parts_give_a_row_the_same_bits_whatever_the_chunk_and_the_program
 
     def attend(start, stop, num_parts):
         work_list, part_starts, merged_rows = (torch.from_numpy(array).to(query.device) for array in context_work_list(
-            [stop - start], [stop], UNIFORM_ROWS, 0, ContextHeads(heads, 2, 1, part_keys), settings.get("window"),
+            [stop - start], [stop], UNIFORM_ROWS, 0, ContextHeads(heads, 1, 1, part_keys), settings.get("window"),
             num_parts=num_parts))
         parts = {"part_starts": part_starts, "merged_rows": merged_rows, "num_partials": int(part_starts[-1])}
         assert (len(merged_rows) > 0) == (num_parts > 1 and "window" not in settings)
@@ -450,8 +450,8 @@ def test_fixed_parts_give_a_row_the_same_bits_whatever_the_chunk_and_the_program
                           **(parts if len(merged_rows) else {}))
 
     whole = attend(0, length, 1)
-    for start, stop, num_parts in [(0, length, 3), (0, 16, 1), (0, 1, 2), (7, 40, 1), (40, 107, 2), (106, 107, 4),
-                                   (48, 49, 1), (64, 65, 3), (95, 97, 9)]:
+    for start, stop, num_parts in [(0, length, 3), (0, 16, 1), (0, 1, 2), (7, 20, 1), (20, 53, 2), (52, 53, 4),
+                                   (24, 25, 1), (32, 33, 3), (47, 49, 9)]:
         assert torch.equal(attend(start, stop, num_parts), whole[start:stop]), (start, stop, num_parts)
 
 
@@ -462,5 +462,5 @@ def test_fixed_parts_give_a_row_the_same_bits_whatever_the_chunk_and_the_program
 def test_fixed_parts_compute_what_the_others_do(check, random, dtype, num_parts, more, has_slopes):
     if has_slopes:
         more = {**more, "alibi_slopes": slopes_of(6, None, random), "sink_logits": 3 * random(6)}
-    check([40, 5, 1, 33, 1], [140, 75, 70, 33, 1], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts,
+    check([12, 5, 1, 9, 1], [140, 75, 70, 9, 1], group=3, num_kv_heads=2, dtype=dtype, num_parts=num_parts,
           part_keys=32, **more)
