@@ -81,7 +81,7 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:       # in the background of a shell; programs would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:       # as in the background of a shell: programs inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gone = [name for name in LONGEST_FILES if not (Path(__file__).parent / name).exists()]
     if gone:

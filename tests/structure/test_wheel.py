@@ -33,7 +33,8 @@ def wheel(wheel_file):
 
 @pytest.fixture(scope="module")
 def wheel_file(tmp_path_factory):
-    """Return the path of a wheel of the checkout. Its library is compiled without optimization, which is faster.
+    """Return the path of a wheel of the checkout. To save time, libraries are compiled without optimization, and only
+    the first one and that for this processor are whole: tests/compiled compile those for older ones.
 
     The wheel is built from a copy, so that the checkout gets no build folder.
     """
@@ -49,10 +50,18 @@ def wheel_file(tmp_path_factory):
             shutil.copy(REPOSITORY / name, copy / name)
     (copy / "README.md").touch()
 
+    levels, processor = build.LEVELS.get(platform.machine(), ()), set(build._processor().split())
+    whole = [*levels[:1], *[level for level in levels if processor.issuperset(level[2])][:1]]
+    patterns = "".join(f"|*'{' '.join(options)} -o '*" for _, options, _ in whole)
+    compiler = folder / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in --version{patterns}) exec cc "$@";; *) exec cc -E "$@";; esac\n')
+    compiler.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
     isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
     result = subprocess.run([*command, *([] if isolated else ["--no-build-isolation"]), str(copy)],
-                            capture_output=True, text=True, timeout=300, env={**os.environ, "CFLAGS": "-O0"})
+                            capture_output=True, text=True, timeout=300,
+                            env={**os.environ, "CFLAGS": "-O0", "CC": str(compiler) if whole else ""})
     nothing_fetched = r"(No matching distribution found for|Could not find a version .*) setuptools"
     if isolated and re.search(nothing_fetched, result.stderr):
         pytest.skip(f"building a wheel takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed and pip got none")
