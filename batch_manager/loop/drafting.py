@@ -1,14 +1,14 @@
 """Drafts tokens for generating requests after the plan is made, so that schedulers never see them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from itertools import islice
-from operator import index
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..config import Limits, SpeculativeConfig
+from ..errors import counted
 from ..guard import Guard
 from ..handover import DeviceOperation, LogitsPostProcessor, SlotSetup
 from ..kv.kv_cache_manager import ContextDrafts, KvCacheManager
+from ..option_values import exact_integer
 from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import context_drafts
 from ..scheduling.interfaces import SchedulerOutput
@@ -34,13 +34,14 @@ class Drafter(Protocol):
     """
 
     def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return a list of draft tokens for each request, which may be empty.
+        """Return a list of draft tokens for each request, which may be empty. Lists may be tuples.
 
         requests      generating requests of the next step; `tokens[0]` has a copy of prompt and output. Change nothing
                       else of them
-        max_lengths   most drafts of each; what is longer is cut
+        max_lengths   most drafts of each
 
-        If the method raises, or returns anything else, the step has no drafts; the failure is counted and logged.
+        If the method raises, or returns anything else, the step has no drafts; the failure is counted and logged. So
+        does a list that is too long, and a token that is no int, a bool or a number of NumPy for example.
         """
         ...
 
@@ -106,7 +107,7 @@ class Drafting:
         self._kv, self._limits, self._drafter = kv_cache_manager, limits, drafter
         self._most = 0 if config is None else min(config.num_speculative_tokens, limits.max_draft_tokens)
         self._model = drafter if isinstance(drafter, DraftModel) else None
-        self._monotonic, self._fitted_at, self._step_seconds = guard.monotonic, 0.0, 0.0
+        self._guard, self._monotonic, self._fitted_at, self._step_seconds = guard, guard.monotonic, 0.0, 0.0
         self._first: LlmRequest | None = None
         self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
         self._in_propose = guard.containing("propose", kind="method of the drafter")
@@ -195,7 +196,7 @@ class Drafting:
                     max_lengths.append(most)
                 elif self._model is not None:
                     self._model.seconds_per_draft *= FADING
-        proposed: list[tuple[LlmRequest, list[int]]] = []
+        proposed: list[tuple[LlmRequest, Sequence[int]]] = []
         for request, tokens in zip(asked, self._propose(asked, max_lengths)):
             if tokens := self._allowed(request, tokens[:left]):
                 proposed.append((request, tokens))
@@ -203,12 +204,16 @@ class Drafting:
         for request, tokens in self._with_blocks(proposed, generation, contexts, after_contexts):
             self._note(self._of[request], request, len(tokens))
 
-    def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> list[list[int]]:
+    def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
         if not requests or self._drafter is None:
             return []
-        is_own = isinstance(self._drafter, NgramDrafter | DraftModel)
-        lent = [] if is_own else [(request, request.tokens) for request in requests]
+        if isinstance(self._drafter, NgramDrafter | DraftModel):
+            with self._in_propose:                         # a prompt may have ids at and above the vocabulary size
+                return [tokens if max(tokens, default=0) < self._limits.vocab_size else ()
+                        for tokens in self._drafter.propose(requests, max_lengths)]
+            return []
+        lent = [(request, request.tokens) for request in requests]
         try:
             for request, tokens in lent:
                 request.tokens = [tokens[0].copy()]        # a drafter may append its guesses to them
@@ -219,28 +224,46 @@ class Drafting:
                 request.tokens = tokens
         return []
 
-    def _allowed(self, request: LlmRequest, drafts: list[int]) -> list[int]:
+    def _allowed(self, request: LlmRequest, drafts: Sequence[int]) -> Sequence[int]:
         """Return the first drafts, those that the request's post-processor lets through; none if it fails."""
         processor = self._of[request].processor
         if processor is None or processor.allowed_drafts is None or not drafts:
             return drafts
         with self._in_allowed:
-            count = index(processor.allowed_drafts(request.request_id, request.tokens[0].copy(), drafts.copy()))
-            return drafts[:max(count, 0)]
-        return []
+            answer = processor.allowed_drafts(request.request_id, request.tokens[0].copy(), [*drafts])
+            count = exact_integer(answer)
+            if count is not None:
+                return drafts[:max(count, 0)]
+            self._guard.note_misuse("allowed_drafts", answer, "expected the number of drafts")
+        return ()
 
-    def _read(self, answer: Iterable[Iterable[int]], max_lengths: Sequence[int]) -> list[list[int]]:
-        """Return the answer of a drafter, without what is too long. Raises any exception, but reads nothing endless."""
-        lists = [[index(token) for token in islice(tokens, most)] for tokens, most in zip(answer, max_lengths)]
-        if len(lists) != len(max_lengths) or isinstance(answer, Sized) and len(answer) != len(lists):
-            raise ValueError(f"propose returned other than {len(max_lengths)} lists")
-        if any(not 0 <= token < self._limits.vocab_size for tokens in lists for token in tokens):
-            raise ValueError(f"propose returned a token that is not in 0..{self._limits.vocab_size - 1}")
+    def _read(self, answer: Any, max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return a copy of a drafter's answer; nothing if it is not what `Drafter.propose` promises.
+
+        Checks exact types, whose values run no foreign code and end.
+        """
+        if type(answer) not in (list, tuple) or len(answer) != len(max_lengths):
+            return self._refuse(answer, f"expected {counted(len(max_lengths), 'list')}")
+        lists, last = [], self._limits.vocab_size - 1
+        for place, (tokens, most) in enumerate(zip(answer, max_lengths)):
+            if type(tokens) not in (list, tuple):
+                return self._refuse(tokens, f"expected a list of ints in place {place}")
+            if len(tokens) > most:
+                return self._refuse(tokens, f"expected at most {counted(most, 'draft')} in place {place}, "
+                                            f"and it has {len(tokens):,}")
+            for token in tokens:
+                if type(token) is not int or not 0 <= token <= last:
+                    return self._refuse(token, f"expected ints in 0..{last} in place {place}")
+            lists.append([*tokens])
         return lists
 
-    def _with_blocks(self, proposed: list[tuple[LlmRequest, list[int]]], generation: Sequence[LlmRequest],
+    def _refuse(self, value: object, expectation: str) -> Sequence[Sequence[int]]:
+        self._guard.note_misuse("propose", value, expectation)
+        return []
+
+    def _with_blocks(self, proposed: list[tuple[LlmRequest, Sequence[int]]], generation: Sequence[LlmRequest],
                      contexts: Sequence[LlmRequest], after_contexts: ContextDrafts
-                     ) -> list[tuple[LlmRequest, list[int]]]:
+                     ) -> list[tuple[LlmRequest, Sequence[int]]]:
         """Return the first proposals for which there are free blocks without cached content, and give them to their
         requests. The others are dropped by halves, because the blocks of a plan are counted together."""
         first_chunks = [request for request in contexts if request.is_first_context_chunk]

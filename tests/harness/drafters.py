@@ -31,7 +31,8 @@ class KnowingDrafter:
             return self._draw.choice([self._raise, lambda: None, lambda: repeat([0]),
                                       lambda: [[]] * (len(requests) + 1),
                                       lambda: [[self._vocab_size]] * len(requests),
-                                      lambda: [[0.5]] * len(requests), lambda: 5])()
+                                      lambda: [[0.5]] * len(requests), lambda: 5,
+                                      lambda: [[0] * (most + 1) for most in max_lengths]])()
         self.asked.update(request.request_id for request in requests)
         answer = [self._tokens(request, most) for request, most in zip(requests, max_lengths)]
         for request in requests:
@@ -52,8 +53,7 @@ class KnowingDrafter:
         self._seen[request.request_id] = place, now
         if place - before > now - then > 0:
             self.accepted.add(request.request_id)
-        drafts = self.guesses([*text[place : place + most], *[0] * most][:most])
-        return drafts + [0] * self._draw.choice([0, 0, 9])           # what is longer is cut
+        return self.guesses([*text[place : place + most], *[0] * most][:most])
 
     def guesses(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens, each right with the probability `right`."""

@@ -40,7 +40,8 @@ class SimulatedDrafter:
             if name == "drafter.raises":
                 raise self._rng.choice([RuntimeError, SystemExit, GeneratorExit, MemoryError])("planted")
             return self._rng.choice([None, 5, [], [[0]] * (len(requests) + 1), [[self._vocab_size]] * len(requests),
-                                     [[-1]] * len(requests), [[0.5]] * len(requests), [None] * len(requests)])
+                                     [[-1]] * len(requests), [[0.5]] * len(requests), [None] * len(requests),
+                                     [[True]] * len(requests), [[0] * (most + 1) for most in max_lengths]])
         return [self._drafts(request, most) for request, most in zip(requests, max_lengths)]
 
     def release(self, request: LlmRequest) -> None:
@@ -63,8 +64,8 @@ class SimulatedDrafter:
         handed = self._world.handed(request.request_id)
         if handed is not None and handed.end_ids and rng.random() < 0.1:
             drafts.append(min(handed.end_ids))
-        drafts += [rng.randrange(self._vocab_size) for _ in range(rng.choice([0, 0, 1, most, 3 * most]))]
-        return drafts
+        drafts += [rng.randrange(self._vocab_size) for _ in range(rng.choice([0, 0, 1, most]))]
+        return drafts[:most]
 
     def _text_of(self, request: LlmRequest) -> list[int]:
         handed = self._world.handed(request.request_id)
