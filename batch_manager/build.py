@@ -123,7 +123,7 @@ def build_loop(arguments: EngineArguments, callbacks: Callbacks, parts: Parts, h
             adapters=peft_cache_manager,
             kv_events=kv_events,
             resources=[] if not limits.max_draft_tokens else [
-                Drafting(params.speculative_config, limits, kv_cache_manager, drafter, guard)])
+                Drafting(params.speculative_config, limits, kv_cache_manager, drafter, guard, info.draft_cost)])
         undo.pop_all()
     log.info("%s on %s in %s, computed by %s; %d KV cache blocks of %d tokens; %d requests of up to %d tokens at a "
              "time, %d tokens a step", arguments.model_type.name, info.device, info.dtype, info.dispatch,

@@ -8,7 +8,7 @@ from typing import Protocol
 from .adapter_values import AdapterModules
 from .errors import ConfigError
 from .handover import ScheduledBatch, StepOutput
-from .option_values import exact_integer, put_count
+from .option_values import exact_integer, exact_number, put_count, shown_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class BackendInfo:
     not_captured          why steps are not captured as CUDA graphs and replayed; "" if they are
     absent                name of a form of a step -> why the backend lacks it, see docs/steps.md
     max_draft_tokens      most draft tokens of a sequence that a step verifies; 0: none
+    draft_cost            what a draft adds to the time of a step of one sequence, of its time without drafts; 0 to 1.
+                          The engine proposes drafts where they pay
     max_adapter_size      largest rank of a LoRA adapter; 0: the backend has no adapters
     adapter_pages         pages on the device for adapters, each for one rank of all `adapter_modules`
     adapter_modules       the projections that adapters may change; None: the backend has no adapters
@@ -66,6 +68,7 @@ class BackendInfo:
     not_captured: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, hash=False)
     max_draft_tokens: int = 0
+    draft_cost: float = 0.08
     max_adapter_size: int = 0
     adapter_pages: int = 0
     adapter_modules: AdapterModules | None = field(default=None, hash=False)
@@ -78,6 +81,10 @@ class BackendInfo:
                      "adapter_pages"):
             put_count(self, name, minimum=0, owner="BackendInfo.")
         put_count(self, "attention_window", optional=True, owner="BackendInfo.")
+        cost = exact_number(self.draft_cost)
+        if cost is None or not 0 <= cost <= 1:
+            raise ConfigError(f"BackendInfo.draft_cost is {shown_option(self.draft_cost)}", "expected a number in 0..1",
+                              "leave it out, or measure it")
         end_ids = [exact_integer(token) for token in self.end_ids] if isinstance(self.end_ids, tuple) else [None]
         if None in end_ids:
             raise ConfigError(f"BackendInfo.end_ids is {self.end_ids!r}", "expected a tuple of integers")

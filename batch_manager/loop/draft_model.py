@@ -22,7 +22,6 @@ from ..requests.llm_request import LlmRequest
 from ..seams import MemoryUsage, ModelBackend, PendingStep
 from ..steps.device_work import DeviceWork
 
-ROW_COST = 0.08      # what a row adds to the time of a step, of the time of a step with one row
 MOST_GROWN = 128    # tokens by which a text may have grown; a sequence of a longer one starts again
 # With one of these, a token depends on the text before it, of which the device has only the sampled tokens.
 READING = ("top_p_decay", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size",
@@ -137,7 +136,7 @@ class DraftModel:
                 raise
             if longest := max(len(row.drafts) for row in rows):
                 num_more = sum(row.end - row.start - 1 for row in rows)    # prompts, and growth
-                seconds = (self._monotonic() - began) / (longest + ROW_COST * num_more)
+                seconds = (self._monotonic() - began) / (longest + self._backend.info.draft_cost * num_more)
                 self.seconds_per_draft += (seconds - self.seconds_per_draft) * (0.2 if self.seconds_per_draft else 1)
         drafts = {row.request: row.drafts for row in rows if row.request not in self._lost}
         return [drafts.get(request, ()) for request in requests]

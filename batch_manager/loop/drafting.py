@@ -13,12 +13,22 @@ from ..requests.llm_request import LlmRequest
 from ..scheduling.contract import context_drafts
 from ..scheduling.interfaces import SchedulerOutput
 from ..seams import MemoryUsage
-from .draft_model import ROW_COST, DraftModel
+from .draft_model import DraftModel
 from .ngrams import NgramDrafter
 
 MOST_MISSES, TOKENS_OF_A_REST, TOKENS_WITHOUT = 4, 16, 1024
 FADING = 0.99          # of a time for a draft that keeps a request without drafts, so that it is measured again
 MEMORY = 0.9           # weight of a step's drafts in the acceptance of a request, after each later step with drafts
+
+
+def share_of_a_draft(num_rows: int, draft_cost: float, drafting: float = 0.0) -> float:
+    """Return what a draft for each of `num_rows` sequences adds to the time of their step, of its time without drafts.
+
+    draft_cost   what it adds to a step of one sequence, see BackendInfo
+    drafting     time of making one for all sequences, of the time of a step
+    """
+    rows = draft_cost * num_rows
+    return rows / (1 - draft_cost + rows) + drafting if rows else drafting
 
 
 def is_verified(setup: SlotSetup) -> bool:
@@ -67,22 +77,21 @@ class _Draft:
         self.accepted = self.tried = 0.0
         self.misses = self.rests_until = self.before = self.count = 0
 
-    def most(self, num_rows: int, length: int, most: int, cost: float = 0.0) -> int:
-        """Return how many drafts pay in a step of `num_rows` sequences, at most `most`: the draft at place k does if
-        its expected acceptance, rate ** k, exceeds what its time would yield without it. That is its share of the time
-        of the step, times the tokens that the drafts before it bring in that time.
+    def most(self, share: float, length: int, most: int) -> int:
+        """Return how many drafts pay in a step, at most `most`: the draft at place k does if its expected acceptance,
+        rate ** k, exceeds what its time would yield without it. That is its share of the time of the step, times the
+        tokens that the drafts before it bring in that time.
 
         If none pays, a request still gets a draft every TOKENS_OF_A_REST tokens, as the text may have changed. If none
         could pay, as a draft takes as long as a token, it gets none for TOKENS_WITHOUT tokens.
 
+        share    see `share_of_a_draft`
         length   number of tokens of the request
-        cost     time of drafting a token for all sequences, of the time of a step
         """
-        rate, row = (1 + self.accepted) / (2 + self.tried), ROW_COST * num_rows
-        share = row / (1 - ROW_COST + row) + cost
         if share >= 1:
             self.rests_until = length + TOKENS_WITHOUT
             return 0
+        rate = (1 + self.accepted) / (2 + self.tried)
         count, expected, tokens, time = 0, rate, 1.0, 1.0
         while count < most and expected * time > share * tokens:
             count, expected, tokens, time = count + 1, expected * rate, tokens + expected, time + share
@@ -100,11 +109,12 @@ class Drafting:
 
     config    None: the engine proposes none, and those of clients are counted
     drafter   runs in a guarded block: if it raises, or returns something else, the step has no drafts
+    draft_cost   of the backend, see BackendInfo
     """
 
     def __init__(self, config: SpeculativeConfig | None, limits: Limits, kv_cache_manager: KvCacheManager,
-                 drafter: Drafter | None, guard: Guard) -> None:
-        self._kv, self._limits, self._drafter = kv_cache_manager, limits, drafter
+                 drafter: Drafter | None, guard: Guard, draft_cost: float) -> None:
+        self._kv, self._limits, self._drafter, self._draft_cost = kv_cache_manager, limits, drafter, draft_cost
         self._most = 0 if config is None else min(config.num_speculative_tokens, limits.max_draft_tokens)
         self._model = drafter if isinstance(drafter, DraftModel) else None
         self._guard, self._monotonic, self._fitted_at, self._step_seconds = guard, guard.monotonic, 0.0, 0.0
@@ -180,9 +190,10 @@ class Drafting:
         self._note_clients(generation, after_contexts)
         if left < 1 or any(request.beam_width > 1 for request in (*generation, *contexts)):
             return
-        asked, max_lengths, num_rows, cost = [], [], len(generation), 0.0
+        asked, max_lengths, drafting = [], [], 0.0
         if self._model is not None and self._step_seconds:
-            cost = self._model.seconds_per_draft / self._step_seconds
+            drafting = self._model.seconds_per_draft / self._step_seconds
+        share = share_of_a_draft(len(generation), self._draft_cost, drafting)
         for request in generation:
             draft = self._of.get(request)
             if draft is None:
@@ -191,7 +202,7 @@ class Drafting:
             self._count(draft, length)
             if length >= draft.rests_until and request.final_length - length > 1:
                 most = min(self._most, left, request.final_length - length - 1)
-                if most := draft.most(num_rows, length, most, cost):
+                if most := draft.most(share, length, most):
                     asked.append(request)
                     max_lengths.append(most)
                 elif self._model is not None:

@@ -57,6 +57,7 @@ from .packing import Divide
 from .parts import DeviceParts
 from .ranks.part import RankPart
 from .thread_count import has_openmp, require_openmp, step_threads
+from .warm_up import measured_draft_cost
 
 
 def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, *, layout: Divide,
@@ -144,7 +145,11 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         with on_device(device, stream), torch.inference_mode(), parts.threads(None)():
             forms = make_forms(asked, absent, parts, loaded, spec, graph_sizes=sizes.graphs, sink=sink,
                                most_rows=min(num_slots, params.max_batch_size, sizes.step_tokens), own_stages=stages)
-        return NativeBackend(parts, operations, forms, info(parts, loaded, forms.dispatch, forms.absent), held,
+        facts = info(parts, loaded, forms.dispatch, forms.absent)
+        most_drafts = min(max_draft_tokens, parts.max_seq_len - 2)
+        if "compiled" in forms.steps and most_drafts > 0:
+            facts = dataclasses.replace(facts, draft_cost=measured_draft_cost(parts, forms, most_drafts))
+        return NativeBackend(parts, operations, forms, facts, held,
                              partial(cache_fingerprint, files, params, loaded, windows, num_threads, forms.dispatch))
 
 

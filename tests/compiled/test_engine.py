@@ -32,11 +32,12 @@ from tests.harness.small_process import in_a_small_process
 MODEL = "examples/models/austen-4m"
 
 
-def backend(cpu_compile=None, factory=None, layout=packing.packed, **options):
+def backend(cpu_compile=None, factory=None, layout=packing.packed, max_draft_tokens=0, **options):
     kv = options.pop("kv_cache_config", KvCacheConfig(max_tokens=2048))
     params = TrtGptModelOptionalParams(cpu_compile=cpu_compile, kv_cache_config=kv, max_seq_len=128, device="cpu",
                                        **options)
-    return build_native_backend(MODEL, params, layout=layout, num_slots=4, attention_factory=factory)
+    return build_native_backend(MODEL, params, layout=layout, num_slots=4, attention_factory=factory,
+                                max_draft_tokens=max_draft_tokens)
 
 
 def test_it_is_compiled_by_default_and_not_where_it_was_switched_off(caplog):
@@ -158,8 +159,22 @@ def test_a_step_that_gives_something_else_than_torch_is_not_used(monkeypatch, ca
     assert "Llama cannot be compiled: differs from the layers: by" in caplog.text
 
 
-def test_nothing_is_left_in_the_pool():
-    assert not backend()._parts.pool.any()
+@pytest.mark.parametrize("max_draft_tokens", [0, 1, 64])
+def test_nothing_is_left_in_the_pool(max_draft_tokens):
+    made = backend(max_draft_tokens=max_draft_tokens)
+    assert not made._parts.pool.any() and not any(made._forms.steps.values())
+
+
+@pytest.mark.parametrize(("options", "with_drafts_s", "expected"), [
+    ({"max_draft_tokens": 64}, 3.4, 0.1), ({"max_draft_tokens": 2}, 3.4, 0.35), ({"max_draft_tokens": 9}, 40, 1),
+    ({"max_draft_tokens": 9}, 1.9, 0.01), ({"max_draft_tokens": 9, "cpu_compile": False}, 3.4, 0.08), ({}, 3.4, 0.08)])
+def test_the_cost_of_a_draft_is_measured_in_compiled_steps(monkeypatch, options, with_drafts_s, expected):
+    """The fastest step without drafts takes 2 s, after one that takes less: it warms up. Others take longer."""
+    seconds = [second for base in (9, 3, 2, 5, 4) for second in (base, with_drafts_s * base / 2)]
+    seconds[:2] = 1, 1
+    reads = iter([read for index, second in enumerate(seconds) for read in (100 * index, 100 * index + second)])
+    monkeypatch.setattr("batch_manager.runtime.warm_up.perf_counter", lambda: next(reads))
+    assert backend(**options).info.draft_cost == pytest.approx(expected)
 
 
 def test_the_packed_weights_are_counted_as_those_of_onednn_are():

@@ -78,7 +78,8 @@ def test_batches_of_any_size(make_manager, new_client, new_request, llama_refere
 @families_and_engines(("chunked", "tokens_per_block"), [(False, 16), (True, 8)], each=1)
 def test_drafts_from_prompts_that_repeat_a_phrase(make_manager, new_client, new_request, reference, chunked,
                                                   tokens_per_block, monkeypatch):
-    monkeypatch.setattr("batch_manager.loop.drafting.ROW_COST", 0.001)      # all drafts pay, also rejected ones
+    # All drafts pay, also rejected ones.
+    monkeypatch.setattr("batch_manager.loop.drafting.share_of_a_draft", lambda *given: 0.001)
     phrase = prompts_of(reference.vocab_size, [7], seed=4)[0]
     prompts = {i: 3 * phrase + phrase[:i] for i in range(1, 5)}
     records = run(make_manager, new_client, new_request, reference, prompts, lambda i: 14 + i,

@@ -20,7 +20,7 @@ from batch_manager import (
 )
 from batch_manager.handover import LogitsPostProcessor, SlotSetup
 from batch_manager.loop.draft_model import DraftModel
-from batch_manager.loop.drafting import _Draft, is_verified
+from batch_manager.loop.drafting import _Draft, is_verified, share_of_a_draft
 from batch_manager.loop.ngrams import Ngrams
 from batch_manager.sampling_config import SamplingConfig
 from batch_manager.tools.bench.__main__ import main as bench_main
@@ -327,11 +327,15 @@ def test_drafts_are_proposed_where_they_pay():
     """More drafts for a request whose drafts are accepted, fewer in a large step; then one every 16 tokens."""
     draft = _Draft()
     draft.accepted, draft.tried = 6.0, 6.0
-    assert 64 > draft.most(1, 100, 64) > draft.most(8, 100, 64) > draft.most(32, 100, 64) >= draft.most(1, 100, 1) == 1
-    assert draft.most(1, 100, 64) > draft.most(1, 100, 64, 0.3) > draft.most(1, 100, 64, 0.6) and draft.rests_until == 0
+    of_rows = {rows: share_of_a_draft(rows, 0.08) for rows in (1, 8, 32)}
+    counts = [draft.most(share, 100, 64) for share in of_rows.values()]
+    assert 64 > counts[0] > counts[1] > counts[2] >= draft.most(of_rows[1], 100, 1) == 1
+    assert counts[0] > draft.most(share_of_a_draft(1, 0.08, 0.3), 100, 64) > draft.most(
+        share_of_a_draft(1, 0.08, 0.6), 100, 64) and draft.rests_until == 0
     draft.accepted = 1.0
-    assert draft.most(1, 100, 64) >= 1 and draft.rests_until == 0
-    assert draft.most(32, 100, 64) == 1 and draft.rests_until == 116
+    assert draft.most(of_rows[1], 100, 64) >= 1 and draft.rests_until == 0
+    assert draft.most(of_rows[32], 100, 64) == 1 and draft.rests_until == 116
+    assert share_of_a_draft(9, 0) == 0 and share_of_a_draft(9, 1) == 1 and draft.most(0, 1, 64) == 64
 
 
 def test_as_many_drafts_pay_as_bring_the_most_tokens_in_a_time():
@@ -340,9 +344,11 @@ def test_as_many_drafts_pay_as_bring_the_most_tokens_in_a_time():
     for _ in range(300):
         draft.tried = draw.uniform(0, 8)
         draft.accepted, rows, cost = draw.uniform(0, draft.tried), draw.randint(1, 9), draw.uniform(0, 0.5)
-        rate, share = (1 + draft.accepted) / (2 + draft.tried), cost + 0.08 * rows / (0.92 + 0.08 * rows)
+        rate, row = (1 + draft.accepted) / (2 + draft.tried), draw.uniform(0, 0.5)
+        share = cost + row * rows / (1 - row + row * rows)
         speeds = [sum(rate**place for place in range(count + 1)) / (1 + share * count) for count in range(65)]
-        assert draft.most(rows, 1, 64, cost) == max(1, int(np.argmax(speeds)))
+        expected = max(1, int(np.argmax(speeds))) if share < 1 else 0
+        assert draft.most(share_of_a_draft(rows, row, cost), 1, 64) == expected
 
 
 @pytest.mark.parametrize(("options", "says"), [

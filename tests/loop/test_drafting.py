@@ -46,7 +46,8 @@ class Iterated(list):
     ([{1}], "type set; expected a list"), ([None], "type NoneType; expected a list"),
     (Iterated([[1]]), "Iterated; expected 1 list"), ([1], "type int; expected a list of ints"),
     (None, "type NoneType; expected 1 list"), ({0: [1]}, "type dict; expected 1 list"),
-    ([], "type list; expected 1 list"), ([[1], [1]], "type list; expected 1 list"), (np.array([[1, 2]]), "type ndarray; expected 1 list")])
+    ([], "type list; expected 1 list"), ([[1], [1]], "type list; expected 1 list"),
+    (np.array([[1, 2]]), "type ndarray; expected 1 list")])
 def test_an_answer_that_is_no_list_of_drafts_is_a_failure(make_world, new_request, caplog, answer, says):
     drafter = Answering()
     world = make_world(speculative_config=SpeculativeConfig("custom", MOST), parts={"drafter": drafter})
