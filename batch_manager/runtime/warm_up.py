@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from .parts import DeviceParts
 LONG_SEQUENCE_BLOCKS = MIN_PAGES_PER_PART + 2      # long enough for attention to split it into parts
 LONG_CONTEXT_TOKENS = 2 * MIN_KEYS_PER_PART        # likewise, for a context of one token
 TIMED_DRAFTS, TIMED_STEPS = 7, 4                   # of the measurement of `measured_draft_cost`
-LEAST_COST = 0.01                                  # what noise may make of it
+LEAST_COST, MOST_COST = 0.01, 0.5                  # noise makes no more of it
 
 
 def launch(parts: DeviceParts, forms: Forms, batch: ScheduledBatch) -> PendingStep:
@@ -94,9 +94,9 @@ def warm_up(parts: DeviceParts, forms: Forms, own_stages: Sequence[LogitsStage] 
 
 
 def measured_draft_cost(parts: DeviceParts, forms: Forms, most_drafts: int) -> float:
-    """Return BackendInfo.draft_cost of these forms, from the times of steps with one sequence, in turn with
-    TIMED_DRAFTS drafts, or `most_drafts`, and without drafts. The fastest of each kind count, as other programs may use
-    the processor.
+    """Return BackendInfo.draft_cost of these forms on a CPU, from the times of steps with one sequence, in turn with
+    TIMED_DRAFTS drafts, or `most_drafts`, and without drafts. They are processor times of this process, of which the
+    shortest of each kind count: other programs may use the processor.
 
     The steps run in block 0, which is zeroed again, and are not counted. A pool block must hold the sequence.
     """
@@ -109,15 +109,15 @@ def measured_draft_cost(parts: DeviceParts, forms: Forms, most_drafts: int) -> f
         for count, taken in seconds.items():
             drafts = {"num_drafts": zero + np.int32(count), "draft_tokens": np.zeros(count, np.int32)} if count else {}
             batch = ScheduledBatch(iteration=1, generation=GenerationWork(zero, zero + np.int32(1), **drafts))
-            began = perf_counter()
+            began = process_time()
             with suppress(SpoiltDraftsError):                      # of a model that gives no finite logit
                 launch(parts, forms, batch).finish()
-            taken.append(perf_counter() - began)
+            taken.append(process_time() - began)
     forms.steps.update(steps)
     with on_device(parts.device, parts.stream), torch.inference_mode():
         clear_block(parts.pool, 0)
     without, with_drafts = (min(taken[1:]) for taken in seconds.values())
-    return min(max((with_drafts / without - 1) / num_drafts, LEAST_COST), 1.0)
+    return min(max((with_drafts / without - 1) / num_drafts, LEAST_COST), MOST_COST)
 
 
 def cached_by_a_long_sequence(parts: DeviceParts) -> int:
