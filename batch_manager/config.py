@@ -13,9 +13,9 @@ from typing import Any
 
 from .adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
 from .errors import ConfigError
-from .kv_events import KvEvent
+from .kv_events import KvEvent, check_hash_key
 from .names import ContextChunkingPolicy, SchedulerPolicy
-from .option_values import check_flag, exact_integer, exact_number, put_count, put_seconds, shown_option
+from .option_values import check_flag, exact_integer, exact_number, is_text, put_count, put_seconds, shown_option
 from .seams import Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -100,11 +100,8 @@ class KvCacheConfig:
         check_flag("KvCacheConfig.disk_cache_read_only", self.disk_cache_read_only)
         self._check_disk()
         check_flag("KvCacheConfig.event_tokens", self.event_tokens)
-        key = self.event_hash_key
-        if key is not None and not (isinstance(key, bytes) and 1 <= len(key) <= 64):
-            raise ConfigError(f"KvCacheConfig.event_hash_key is of type {type(key).__name__}"
-                              + (f" and has {len(key)} bytes" if isinstance(key, bytes) else ""),
-                              "expected 1 to 64 bytes, or None", "pass for instance bytes.fromhex(...)")
+        if self.event_hash_key is not None:
+            check_hash_key("KvCacheConfig.event_hash_key", self.event_hash_key)
         check_flag("KvCacheConfig.enable_block_reuse", self.enable_block_reuse)
         check_flag("KvCacheConfig.enable_partial_reuse", self.enable_partial_reuse)
         fraction, size = exact_number(self.free_gpu_memory_fraction), exact_integer(self.tokens_per_block)
@@ -139,11 +136,11 @@ class KvCacheConfig:
                 raise ConfigError(f"disk_cache_size is {self.disk_cache_size:,} but disk_cache_path is not set",
                                   "it is the size of that directory", "set both or neither")
             return
-        if not isinstance(path, str | PathLike) or not isinstance(fspath(path), str) or not fspath(path) or (
-                "\0" in fspath(path)):
+        text = fspath(path) if isinstance(path, str | PathLike) else None
+        if not text or not is_text(text, "surrogateescape") or "\0" in text:
             raise ConfigError(f"KvCacheConfig.disk_cache_path is {path!r:.200}",
                               "expected the path of a directory, or None", "pass a str or a pathlib.Path")
-        object.__setattr__(self, "disk_cache_path", fspath(path))
+        object.__setattr__(self, "disk_cache_path", text)
         if self.disk_cache_size is None and not self.disk_cache_read_only:
             raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but disk_cache_size is not set",
                               "expected the largest number of bytes of its blocks",

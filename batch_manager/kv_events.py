@@ -8,9 +8,12 @@ from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-HASH_BYTES = 8
+from .errors import ConfigError
+from .option_values import MAX_COUNT, exact_integer, shown_option
+
+HASH_BYTES, ADAPTER_BYTES, MOST_KEY_BYTES = 8, 32, 64
 MEDIUMS = "GPU", "CPU"         # of the cache levels, as vLLM names them; the first pool is "GPU" on every device
 
 
@@ -139,14 +142,49 @@ def kv_block_hashes(token_ids: Sequence[int], tokens_per_block: int, *, event_ha
     event_hash_key    as in KvCacheConfig
     adapter_digest    content of the prompt's adapter, bytes.fromhex(AdapterInfo.digest); None: no adapter
     token_extra_ids   an extra id for each token, as the request's `input_token_extra_ids`
+
+    Raises ConfigError.
     """
-    parent, hashes = root_hash(event_hash_key, adapter_digest, cache_salt, token_extra_ids is not None), []
-    for start in range(0, len(token_ids) - tokens_per_block + 1, tokens_per_block):
-        end = start + tokens_per_block
-        extra = None if token_extra_ids is None else token_extra_ids[start:end]
-        parent = block_hash(event_hash_key, parent, token_ids[start:end], extra)
+    check_hash_key("event_hash_key", event_hash_key)
+    size = exact_integer(tokens_per_block)
+    if size is None or size < 1:
+        raise ConfigError(f"tokens_per_block is {shown_option(tokens_per_block)}", "expected an integer of at least 1",
+                          "pass that of the engine's KvCacheConfig")
+    if type(cache_salt) not in (str, bytes, type(None)):
+        raise ConfigError(f"cache_salt is of type {type(cache_salt).__name__}", "expected a str, bytes or None")
+    if adapter_digest is not None and (type(adapter_digest) is not bytes or len(adapter_digest) != ADAPTER_BYTES):
+        raise ConfigError(f"adapter_digest is {adapter_digest!r:.200}", f"expected {ADAPTER_BYTES} bytes, or None",
+                          "pass bytes.fromhex(AdapterInfo.digest)")
+    tokens = _ids("token_ids", token_ids)
+    extra = None if token_extra_ids is None else _ids("token_extra_ids", token_extra_ids)
+    if extra is not None and len(extra) != len(tokens):
+        raise ConfigError(f"token_extra_ids has {len(extra):,} ids and token_ids has {len(tokens):,}",
+                          "expected one for each token")
+    parent, hashes = root_hash(event_hash_key, adapter_digest, cache_salt, extra is not None), []
+    for start in range(0, len(tokens) - size + 1, size):
+        end = start + size
+        parent = block_hash(event_hash_key, parent, tokens[start:end], None if extra is None else extra[start:end])
         hashes.append(as_number(parent))
     return hashes
+
+
+def check_hash_key(name: str, key: object) -> None:
+    """Raise ConfigError unless a key of the hashes of blocks is one. The error does not show it."""
+    if not (isinstance(key, bytes) and 1 <= len(key) <= MOST_KEY_BYTES):
+        raise ConfigError(f"{name} is of type {type(key).__name__}"
+                          + (f" and has {len(key)} bytes" if isinstance(key, bytes) else ""),
+                          f"expected 1 to {MOST_KEY_BYTES} bytes", "pass for instance bytes.fromhex(...)")
+
+
+def _ids(name: str, values: object) -> list[int]:
+    try:
+        ids = [exact_integer(value) for value in values]               # type: ignore[attr-defined]
+    except TypeError:
+        ids = [None]
+    if isinstance(values, bytes | bytearray | memoryview) or any(each is None or not 0 <= each <= MAX_COUNT
+                                                                 for each in ids):
+        raise ConfigError(f"{name} is {values!r:.200}", "expected a list of integers in 0..2^63-1")
+    return cast(list[int], ids)
 
 
 def root_hash(key: bytes, adapter_digest: bytes | None, cache_salt: Hashable, uses_extra_ids: bool,

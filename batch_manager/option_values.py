@@ -32,6 +32,14 @@ def exact_number(value: Any) -> int | float | None:
     return float(value) if isinstance(value, float | np.floating) else exact_integer(value)
 
 
+def is_text(value: Any, errors: str = "strict") -> bool:
+    """Whether a value is a str that has UTF-8: one without halves of surrogate pairs. `errors` as of str.encode."""
+    try:
+        return isinstance(value, str) and value.encode("utf-8", errors) is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def shown_option(value: Any) -> str:
     """Format a refused option: a number without the name of its NumPy type, any other value with repr."""
     number = exact_number(value)

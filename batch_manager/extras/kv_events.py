@@ -16,8 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, Full, Queue
 from typing import Any, Self
 
 import msgspec
@@ -26,11 +24,13 @@ import zmq
 from ..contained_log import RateLimitedLog
 from ..errors import ConfigError
 from ..kv_events import KvEvent
-from ..option_values import exact_integer
+from ..option_values import exact_integer, is_text
 
 __all__ = ["KvEventPublisher"]
 
-SECONDS_BETWEEN_LOOKS = 0.05          # for requests to replay
+SECONDS_BETWEEN_LOOKS = 0.005         # for batches, and for requests to replay
+SECONDS_BETWEEN_IDLE_LOOKS = 0.05     # for requests to replay; a batch ends the wait
+LOOKS_UNTIL_IDLE = 200                # without a batch: a second
 END = (-1).to_bytes(8, "big", signed=True)
 LARGEST_COUNT = 2**31 - 1
 # A kind of event in arrays -> its fields in order. Subscribers ignore further ones that they do not know.
@@ -63,8 +63,8 @@ class KvEventPublisher:
             if count is None or not 1 <= count <= LARGEST_COUNT:
                 raise ConfigError(f"{name} is {value!r:.200}", f"expected an integer in 1..{LARGEST_COUNT:,}")
         for name, text in (("endpoint", endpoint), ("topic", topic), ("replay_endpoint", replay_endpoint or "")):
-            if not isinstance(text, str):
-                raise ConfigError(f"{name} is of type {type(text).__name__}", "expected a text")
+            if not is_text(text):
+                raise ConfigError(f"{name} is {text!r:.200}", "expected a text that UTF-8 can encode")
         if layout not in ("maps", "arrays"):
             raise ConfigError(f"layout is {layout!r:.200}", "expected maps or arrays", "maps is the default")
         self._topic, self._layout, self._timestamp = topic.encode(), layout, timestamp
@@ -76,9 +76,10 @@ class KvEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._queue: Queue[tuple[int, Sequence[KvEvent]] | None] = Queue(max_queue_size)
+        self._waiting, self._most_waiting = deque[tuple[int, Sequence[KvEvent]]](), max_queue_size
         self._kept = deque[tuple[bytes, bytes]](maxlen=buffer_steps)
         self._next, self.num_dropped, self._is_closed = 0, 0, False
+        self._is_idle, self._wakes = False, threading.Event()
         self._thread = threading.Thread(target=self._publish_for_ever, name="batch_manager KV events", daemon=True)
         self._thread.start()
 
@@ -107,18 +108,23 @@ class KvEventPublisher:
         return cls(**options) if kind == "zmq" and is_on else None
 
     def __call__(self, events: Sequence[KvEvent]) -> None:
-        """Hand events over to the thread. Does not wait."""
+        """Hand events over to the thread. Does not wait.
+
+        A busy thread looks for them, because waking it would cost the worker more than all else that events cost it.
+        """
         number, self._next = self._next, self._next + 1
-        try:
-            self._queue.put_nowait((number, events))
-        except Full:
+        if len(self._waiting) >= self._most_waiting:
             self.num_dropped += 1
+            return
+        self._waiting.append((number, events))
+        if self._is_idle:
+            self._wakes.set()
 
     def close(self) -> None:
         """Publish what waits, and close the sockets. Idempotent. Call it after the engine has ended."""
         if not self._is_closed:
             self._is_closed = True
-            self._queue.put(None)
+            self._wakes.set()
             self._thread.join()
 
     def __enter__(self) -> Self:
@@ -144,25 +150,31 @@ class KvEventPublisher:
         return socket
 
     def _publish_for_ever(self) -> None:
-        is_open, failures = True, RateLimitedLog(time.monotonic)
-        while is_open:
+        num_empty_looks, failures = 0, RateLimitedLog(time.monotonic)
+        while self._waiting or not self._is_closed:
+            self._wait(num_empty_looks >= LOOKS_UNTIL_IDLE)
+            num_empty_looks = 0 if self._waiting else num_empty_looks + 1
             try:
-                with suppress(Empty):
-                    is_open = self._publish(self._queue.get(timeout=SECONDS_BETWEEN_LOOKS))
+                while self._waiting:
+                    self._publish(*self._waiting.popleft())
                 while self._router is not None and self._router.poll(0):
                     self._replay(self._router)
             except Exception as error:             # a batch that cannot be encoded, or a subscriber that has gone
                 failures.log(logging.WARNING, "KV events were not published: %s", error, raised=error)
         self._context.destroy(linger=1000)
 
-    def _publish(self, batch: tuple[int, Sequence[KvEvent]] | None) -> bool:
-        if batch is None:
-            return False
-        number, events = batch
+    def _wait(self, is_idle: bool) -> None:
+        """Wait until the next look. A batch ends the wait of an idle thread, and `close` any."""
+        self._is_idle = is_idle                    # before the look, so that a batch after it sees it
+        if not self._waiting:
+            self._wakes.wait(SECONDS_BETWEEN_IDLE_LOOKS if is_idle else SECONDS_BETWEEN_LOOKS)
+        self._is_idle = False
+        self._wakes.clear()
+
+    def _publish(self, number: int, events: Sequence[KvEvent]) -> None:
         name, payload = number.to_bytes(8, "big"), self._encoded(events)
         self._kept.append((name, payload))
         self._publisher.send_multipart((self._topic, name, payload))
-        return True
 
     def _encoded(self, events: Sequence[KvEvent]) -> bytes:
         listed: list[Any] = [each for event in events for each in event.to_vllm()]

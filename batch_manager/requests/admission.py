@@ -532,7 +532,7 @@ class Admission:
                                           else self._transfer.consumes):
             role = "no kv_transfer_config" if self._transfer is None else f"the role {self._transfer.role!r}"
             raise InvalidRequestError(f"request_type is {raw.type.value!r}", f"this engine has {role}",
-                                      "set TrtGptModelOptionalParams.kv_transfer_config, or leave request_type out")
+                                      "give it another kv_transfer_config, or leave request_type out")
         if raw.scalars.get("return_context_logits"):
             raise InvalidRequestError(f"request_type is {raw.type.value!r} and return_context_logits is set",
                                       "the logits of a whole prompt are computed with it, by the engine that generates",

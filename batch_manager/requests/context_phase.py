@@ -2,7 +2,9 @@
 
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -20,18 +22,32 @@ _EXPECTED = "expected the tensor of that name from the final response of a conte
 _WAY_OUT = "pass it on unchanged"
 
 
-class ContextPhaseParams(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ContextPhaseParams:
     """Where the blocks of a prompt wait. The ticket is the only right to them, and works once: keep it secret.
 
     host, port   address of the engine that holds them
     ticket       16 random bytes
     num_tokens   leading tokens of the prompt whose blocks are held; the others are computed again
+
+    Raises InvalidRequestError for values that no engine hands out.
     """
 
     host: str
     port: int
-    ticket: bytes
+    ticket: bytes = field(repr=False)
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, is_right, expected in (
+                ("host", is_host(self.host), "a name or an address of 1 to 255 ASCII characters"),
+                ("port", type(self.port) is int and 1 <= self.port <= 65535, "an integer in 1..65535"),
+                ("ticket", type(self.ticket) is bytes and len(self.ticket) == TICKET_BYTES, f"{TICKET_BYTES} bytes"),
+                ("num_tokens", type(self.num_tokens) is int and 0 <= self.num_tokens < 2**32,
+                 "an integer in 0..2^32-1")):
+            if not is_right:
+                raise InvalidRequestError(f"ContextPhaseParams.{name} is {getattr(self, name)!r:.200}",
+                                          f"expected {expected}", _WAY_OUT)
 
     def to_array(self) -> np.ndarray:
         """Return the values as a tensor, uint8 [n]."""
@@ -52,9 +68,10 @@ class ContextPhaseParams(NamedTuple):
         host = fields[_FIELDS.size:].decode("latin-1")
         if magic != MAGIC or version != VERSION:
             raise _refused("has another form" if magic != MAGIC else f"is of version {version}, not {VERSION}")
-        if zero or not port or len(host) != length or not is_host(host):
-            raise _refused("is damaged or cut off")
-        return cls(host, port, ticket, num_tokens)
+        with suppress(InvalidRequestError):
+            if not zero and len(host) == length:
+                return cls(host, port, ticket, num_tokens)
+        raise _refused("is damaged or cut off")
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as fields of `kv_transfer_params` in OpenAI's requests, with vLLM's names."""
@@ -64,15 +81,15 @@ class ContextPhaseParams(NamedTuple):
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> "ContextPhaseParams":
         """Read what `to_json` returned; other fields are ignored. Raises InvalidRequestError."""
-        host, port = fields.get("remote_host"), fields.get("remote_port")
-        ticket, num_tokens = fields.get("remote_request_id"), fields.get("remote_num_tokens", 0)
-        if (not is_host(host) or type(port) is not int or not 1 <= port <= 65535 or type(ticket) is not str
-                or len(ticket) != 2 * TICKET_BYTES or set(ticket) - set("0123456789abcdef")
-                or type(num_tokens) is not int or not 0 <= num_tokens < 2**32):
-            raise InvalidRequestError("kv_transfer_params are not those of an answer",
-                                      "expected remote_host, remote_port, remote_request_id and remote_num_tokens of "
-                                      "the answer to a request with do_remote_decode", _WAY_OUT)
-        return cls(str(host), port, bytes.fromhex(ticket), num_tokens)
+        ticket: Any = fields.get("remote_request_id")
+        with suppress(KeyError, TypeError, ValueError):       # an InvalidRequestError is a ValueError
+            made = cls(fields["remote_host"], fields["remote_port"], bytes.fromhex(ticket),
+                       fields.get("remote_num_tokens", 0))
+            if made.ticket.hex() == ticket:
+                return made
+        raise InvalidRequestError("kv_transfer_params are not those of an answer",
+                                  "expected remote_host, remote_port, remote_request_id and remote_num_tokens of the "
+                                  "answer to a request with do_remote_decode", _WAY_OUT)
 
 
 def _refused(fact: str) -> InvalidRequestError:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from operator import index
 from typing import Any, cast
 
 from ..contained_log import RateLimitedLog, log
@@ -20,8 +19,9 @@ from ..errors import RequestError, counted, type_name
 from ..handover import BlockCopy, ScheduledBatch
 from ..kv.prefix_cache import PrefixCache
 from ..kv.prefix_index import BlockKey, Domain, PrefixNode
-from ..kv_events import block_hash, root_hash
+from ..kv_events import MOST_KEY_BYTES, block_hash, root_hash
 from ..one_shot_event import OneShotEvent
+from ..option_values import exact_integer, shown_option
 from ..requests.admission import Admitted
 from ..requests.llm_request import LlmRequest
 from ..seams import integers
@@ -146,12 +146,18 @@ class StoredBlocks:
         return figures | self._ask("figures", dict[str, int](), lambda: integers(self._store.figures()))
 
     def _open(self) -> None:
-        fingerprint, error = tried(self._make_fingerprint)
+        fingerprint, error = tried(self._checked_fingerprint)
         self._fingerprint = fingerprint or b""
         self._opened.set()
         if error is not None:
             log.error("the store is not used, because the fingerprint of the model raised %s: %s", type_name(error),
                       error)
+
+    def _checked_fingerprint(self) -> bytes:
+        fingerprint = self._make_fingerprint()
+        if type(fingerprint) is not bytes or not 1 <= len(fingerprint) <= MOST_KEY_BYTES:
+            raise ValueError(f"it is {fingerprint!r:.200}; expected 1 to {MOST_KEY_BYTES} bytes")
+        return fingerprint
 
     @property
     def _is_ready(self) -> bool:
@@ -206,7 +212,7 @@ class StoredBlocks:
     def _start_load(self, request: LlmRequest, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
                     blocks: list[StoredBlock]) -> Load | None:
         unit, host = self._cache.tokens_per_block, self._cache.host
-        found = min(self._ask("count", 0, lambda: int(self._store.count(blocks))), len(blocks), self._room_for_loads)
+        found = min(self._count(blocks, 0), self._room_for_loads)
         if found * unit < self._min_tokens:
             return None
         host_ids = self._reserve(found, known)
@@ -290,7 +296,7 @@ class StoredBlocks:
             self._figures["Store Skipped Saves"] += len(nodes)
             return
         blocks = self._named(self._cache.domain_of(request), [node.key for node in nodes])
-        known = self._ask("count", len(blocks), lambda: int(self._store.count(blocks)))
+        known = self._count(blocks, len(blocks))
         for block, node in list(zip(blocks, nodes, strict=True))[known:]:
             if len(self._to_save) >= MOST_WAITING_SAVES:
                 self._figures["Store Skipped Saves"] += 1
@@ -413,12 +419,13 @@ class StoredBlocks:
         self.wake()
 
     def _fill_part(self, part: _Part) -> int:
-        """Return the number of host blocks that the store filled. Raises ValueError if it says more than there are."""
+        """Return the number of host blocks that the store filled. Raises ValueError."""
         blocks, host_ids = part.load.blocks[part.start:part.end], part.load.host_ids[part.start:part.end]
-        num_filled = index(self._store.load(blocks, list(map(self._host_block, host_ids))))
-        if not 0 <= num_filled <= len(blocks):
-            raise ValueError(f"it says that it filled {num_filled} of {counted(len(blocks), 'block')}")
-        return num_filled
+        return _share(self._store.load(blocks, list(map(self._host_block, host_ids))), blocks)
+
+    def _count(self, blocks: Sequence[StoredBlock], default: int) -> int:
+        """Return how many leading blocks the store has, or `default` if it does not say."""
+        return self._ask("count", default, lambda: _share(self._store.count(blocks), blocks))
 
     def _run_save(self, save: _Save) -> None:
         """On a thread: have the store save a block."""
@@ -487,6 +494,14 @@ class StoredBlocks:
             self._failures_in_a_row, self._rests_until = 0, self._monotonic() + REST_S
             self._drop_saves()
             log.warning("the store rests for %.0f s after %s in a row", REST_S, counted(MOST_FAILURES, "failure"))
+
+
+def _share(answer: Any, blocks: Sequence[StoredBlock]) -> int:
+    """Return what a store says of blocks. Raises ValueError unless it is an integer from 0 to their number."""
+    number = exact_integer(answer)
+    if number is None or not 0 <= number <= len(blocks):
+        raise ValueError(f"it says {shown_option(answer):.200} of {counted(len(blocks), 'block')}")
+    return number
 
 
 def _may_be_stored(request: LlmRequest) -> bool:

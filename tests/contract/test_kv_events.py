@@ -4,6 +4,7 @@ import hashlib
 import json
 from array import array
 
+import numpy as np
 import pytest
 
 from batch_manager import (
@@ -158,6 +159,28 @@ def test_salts_extra_ids_and_keys_name_other_blocks():
             {**plain, "adapter_digest": bytes(32)}, {**plain, "token_extra_ids": [0] * 8}]
     names = [tuple(kv_block_hashes([1, 2, 3, 4] * 2, SIZE, **way)) for way in ways]
     assert len(set(names)) == len(names) and {len(each) for each in names} == {2}
+
+
+@pytest.mark.parametrize("changed, text", [
+    ({"token_ids": 5}, "token_ids is 5; expected a list of integers in 0..2"),
+    ({"token_ids": b"abcd"}, "token_ids is b'abcd'"), ({"token_ids": "abcd"}, "token_ids is 'abcd'"),
+    ({"token_ids": [1, 2, 3, 4.0]}, r"token_ids is \[1, 2, 3, 4.0\]"), ({"token_ids": [1, 2, 3, True]}, "token_ids"),
+    ({"token_ids": [1, 2, 3, -1]}, "token_ids"), ({"token_ids": [1, 2, 3, 2**63]}, "token_ids"),
+    ({"token_ids": [[1, 2], [3, 4]]}, "token_ids"), ({"token_ids": [0.5], "tokens_per_block": 4}, "token_ids"),
+    ({"tokens_per_block": 0}, "tokens_per_block is 0; expected an integer of at least 1"),
+    ({"tokens_per_block": 4.0}, "tokens_per_block is 4.0"), ({"tokens_per_block": True}, "tokens_per_block is True"),
+    ({"event_hash_key": b""}, "event_hash_key is of type bytes and has 0 bytes; expected 1 to 64 bytes"),
+    ({"event_hash_key": "key"}, "event_hash_key is of type str"), ({"event_hash_key": None}, "of type NoneType"),
+    ({"cache_salt": 5}, "cache_salt is of type int; expected a str, bytes or None"),
+    ({"adapter_digest": b"x"}, "adapter_digest is b'x'; expected 32 bytes"),
+    ({"adapter_digest": "00" * 32}, "adapter_digest is '00"),
+    ({"token_extra_ids": [1, 2, 3]}, "token_extra_ids has 3 ids and token_ids has 4; expected one for each"),
+    ({"token_extra_ids": [1, 2, 3, "4"]}, "token_extra_ids is .*; expected a list of integers")])
+def test_arguments_of_names_that_are_refused(changed, text):
+    good = {"token_ids": [1, 2, 3, 4], "tokens_per_block": SIZE, "event_hash_key": KEY}
+    assert kv_block_hashes(**{**good, "token_ids": np.array([1, 2, 3, 4], np.uint8)}) == kv_block_hashes(**good)
+    with pytest.raises(ConfigError, match=text):
+        kv_block_hashes(**good | changed)
 
 
 def test_a_hook_that_raises_costs_its_events_only(watched):

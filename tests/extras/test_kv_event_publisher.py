@@ -1,15 +1,17 @@
 """A subscriber written for vLLM's events, with classes of its own, follows the prefix cache of an engine."""
 
-from queue import Queue
+import threading
 
 import msgspec
 import pytest
 import zmq
 
 from batch_manager import ConfigError, KvCacheConfig, KvEvent
+from batch_manager.extras import kv_events as publishing
 from batch_manager.extras.kv_events import KvEventPublisher
 from tests.harness.client import Client
 from tests.harness.kv_replay import KEY
+from tests.harness.waiting import until
 
 SIZE, END = 4, (-1).to_bytes(8, "big", signed=True)
 LOCAL = "tcp://127.0.0.1:*"
@@ -137,38 +139,47 @@ def test_a_foreign_subscriber_knows_what_the_engine_can_find(publish, layout):
         subscriber.close()
 
 
-def test_batches_without_room_are_dropped_and_leave_a_gap():
-    publisher = KvEventPublisher("inproc://events", max_queue_size=1)
-    held, publisher._queue = publisher._queue, Queue(1)            # the thread reads another one
-    for _ in range(3):
-        publisher([KvEvent(0, "created", 1, SIZE)])
-    publisher._queue = held
-    assert (publisher.num_dropped, publisher._next) == (2, 3)
-    publisher.close()
-    publisher.close()
+class Slow:
+    """An event whose thread waits until the test goes on."""
+
+    def __init__(self):
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+    def to_vllm(self):
+        self.has_begun.set()
+        assert self.goes_on.wait(10)
+        return []
 
 
-def test_a_batch_that_cannot_be_written_is_a_gap():
-    publisher = KvEventPublisher(LOCAL, replay_endpoint=LOCAL, topic="kv", max_queue_size=2)
-    for events in (["no event"], [KvEvent(0, "created", 1, SIZE)]):
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_batches_without_room_and_ones_that_cannot_be_written_are_gaps_and_no_other_is_lost(is_idle, monkeypatch):
+    """Even in the last moment: `close` publishes what waits. A batch ends the long wait of an idle thread."""
+    monkeypatch.setattr(publishing, "LOOKS_UNTIL_IDLE", 3 if is_idle else 10**9)
+    monkeypatch.setattr(publishing, "SECONDS_BETWEEN_IDLE_LOOKS", 60)
+    created, slow, sent = KvEvent(0, "created", 1, SIZE), Slow(), []
+    publisher = KvEventPublisher("inproc://events", max_queue_size=3)
+    publisher._publisher.send_multipart = sent.append
+    if is_idle:
+        until(lambda: publisher._is_idle)
+    publisher([slow])
+    assert slow.has_begun.wait(10)
+    for events in ([created], ["no event"], [created], [created], [created]):     # the thread has the first one already
         publisher(events)
-    subscriber = Subscriber(publisher.addresses, in_arrays=False)
-    try:
-        subscriber.expected = 1
-        for _ in range(1000):
-            if subscriber.expected < 2:
-                subscriber.catch_up()
-        assert subscriber.expected == 2
-    finally:
-        subscriber.close()
-        publisher.close()
+    assert (publisher.num_dropped, len(publisher._waiting)) == (2, 3)
+    slow.goes_on.set()
+    until(lambda: not publisher._waiting)
+    publisher([created])
+    publisher.close()
+    publisher.close()
+    assert [int.from_bytes(number, "big") for _, number, _ in sent] == [0, 1, 3, 6]
 
 
 @pytest.mark.parametrize("text, expected", [
     ("{", "is no JSON"), ("[]", "is no object; known are buffer_steps, enable_kv_cache_events, endpoint"),
     ('{"port": 5}', "has 'port'"), ('{"publisher": "kafka"}', "publisher is 'kafka'.*expected zmq or null"),
     ('{"endpoint": "tcp://nowhere"}', "the address of KV events is 'tcp://nowhere'"),
-    ('{"endpoint": 5}', "endpoint is of type int; expected a text"),
+    ('{"endpoint": 5}', "endpoint is 5; expected a text"),
+    ('{"topic": "\\ud800"}', "topic is '.ud800'; expected a text"),
     ('{"hwm": 0}', "hwm is 0; expected an integer in 1"),
     ('{"layout": "rows"}', "layout is 'rows'; expected maps or arrays")])
 def test_what_is_wrong_in_a_configuration_is_named(text, expected):

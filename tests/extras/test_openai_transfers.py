@@ -57,8 +57,9 @@ def test_a_prompt_of_one_service_is_continued_by_the_other():
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= params["remote_num_tokens"]
             assert "kv_transfer_params" not in found and "kv_transfer_params" not in wanted
             for service, transfer in ((alone, DECODE_ELSEWHERE), (decode, DECODE_ELSEWHERE), (prefill, params)):
-                with pytest.raises(OpenAIError, match="request_type"):
+                with pytest.raises(OpenAIError, match="^kv_transfer_params is .* --kv-transfer-config, or") as raised:
                     await text_of(service, {**ASKED, "kv_transfer_params": transfer})
+                assert raised.value.param == "kv_transfer_params" and "request_type" not in raised.value.message
             assert (await text_of(alone, {**ASKED, "kv_transfer_params": {}}))["choices"] == wanted["choices"]
             other = {**ASKED, "prompt": f"Once more: {PROMPT}"}
             first = await text_of(prefill, {**other, "kv_transfer_params": DECODE_ELSEWHERE})
@@ -76,9 +77,12 @@ GOOD = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5,
 
 @pytest.mark.parametrize("given, more, text", [
     ({"do_remote_decode": True, "do_remote_prefill": True}, {}, "not both"),
-    ({"do_remote_decode": 1}, {}, "to be true"), ({"do_remote_prefill": True}, {}, "expected"),
+    ({"do_remote_decode": 1}, {}, "to be true"), ({"do_remote_decode": ""}, {}, "to be true"),
+    ({"do_remote_prefill": True}, {}, "expected"),
     ({**GOOD, "remote_port": "5"}, {}, "expected remote_host, remote_port"),
     ("x", {}, "kv_transfer_params"), (DECODE_ELSEWHERE, {"stream": True}, "stream"),
+    (DECODE_ELSEWHERE, {"echo": True, "logprobs": 1}, "got echo: true with logprobs"),
+    (GOOD, {"echo": True, "logprobs": 1}, "got echo: true with logprobs"),
     (DECODE_ELSEWHERE, {"n": 2}, "got 2 outputs"), (GOOD, {"prompt": ["a", "b"]}, "got 2 outputs")])
 def test_fields_that_are_refused(given, more, text):
     with pytest.raises(OpenAIError, match=text) as raised:

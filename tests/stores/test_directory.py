@@ -284,7 +284,7 @@ def test_a_directory_of_others_is_refused(folder):
         opened(folder / "missing", read_only=True)
 
 
-@pytest.mark.parametrize("value", ["", b"x", 5, True, "a\0b"])
+@pytest.mark.parametrize("value", ["", b"x", 5, True, "a\0b", "\ud800"])
 def test_a_path_that_is_none_is_named(value):
     with pytest.raises(ConfigError, match="KvCacheConfig.disk_cache_path is .*; expected the path of a directory"):
         KvCacheConfig(enable_block_reuse=True, disk_cache_path=value, disk_cache_size=5)

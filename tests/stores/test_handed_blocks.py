@@ -3,6 +3,7 @@
 import socket
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_a_stopped_and_a_late_request_end_while_their_blocks_are_fetched(pair):
     params = both.context()
     silent = socket.create_server(("127.0.0.1", 0))
     with silent:
-        elsewhere = ContextPhaseParams.of(np.array(params))._replace(port=silent.getsockname()[1]).to_array()
+        elsewhere = replace(ContextPhaseParams.of(np.array(params)), port=silent.getsockname()[1]).to_array()
         client = both.decode.client
         for number, options in ((1, {}), (2, {"deadline_s": 1.0}), (3, {})):
             client.pending.append(both.new_request(number, PROMPT, 5, request_type="generation_only",
@@ -252,7 +253,7 @@ def test_a_fault_in_any_frame_costs_the_rest_of_the_blocks_and_no_token(pair, mo
 def test_guesses_and_strangers_get_nothing(pair):
     both = pair()
     where = ContextPhaseParams.of(np.array(both.context()))
-    assert both.go_on(where._replace(ticket=bytes(16)).to_array()) == 41
+    assert both.go_on(replace(where, ticket=bytes(16)).to_array()) == 41
     for data in (b"", b"GET / HTTP/1.0\r\n\r\n", b"BMrk" + bytes(60), np.random.default_rng(0).bytes(5000)):
         with socket.create_connection((where.host, where.port)) as stranger:
             stranger.sendall(data)
@@ -288,9 +289,15 @@ def test_context_phase_params_of_any_bytes_are_a_refusal(new_request):
     for values in wrong:
         with pytest.raises(InvalidRequestError, match="context_phase_params"):
             ContextPhaseParams.of(values)
+    for name, value in (("host", ""), ("host", "é"), ("host", "a" * 256), ("host", 5), ("port", 0), ("port", 65536),
+                        ("port", True), ("port", "80"), ("ticket", b"x"), ("ticket", bytes(17)), ("ticket", "x" * 16),
+                        ("num_tokens", -1), ("num_tokens", 2**32), ("num_tokens", 1.0)):
+        with pytest.raises(InvalidRequestError, match=f"ContextPhaseParams.{name} is .*; expected "):
+            replace(good, **{name: value})
     for name, value in (("remote_host", ""), ("remote_host", "é"), ("remote_host", 5), ("remote_port", 0),
                         ("remote_port", True), ("remote_port", "80"), ("remote_request_id", "AB" * 16),
-                        ("remote_request_id", "ab"), ("remote_num_tokens", -1), ("remote_num_tokens", 2**40)):
+                        ("remote_request_id", "ab"), ("remote_request_id", " ".join(["ab"] * 16)),
+                        ("remote_request_id", None), ("remote_num_tokens", -1), ("remote_num_tokens", 2**40)):
         with pytest.raises(InvalidRequestError, match="kv_transfer_params"):
             ContextPhaseParams.of_json(good.to_json() | {name: value})
 

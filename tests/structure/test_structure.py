@@ -31,7 +31,7 @@ FLOORS: dict[str, list[str]] = {
     "contained_log": ["errors"],
     "forked_child": ["errors"],
     "guard": ["contained_log", "errors", "forked_child"],
-    "kv_events": [],
+    "kv_events": ["errors", "option_values"],
     "one_shot_event": [],
     "thread_stack": [],
     "sampling_config": ["errors", "names"],

@@ -21,6 +21,8 @@ FIELDS = {
     **OPTION_OF_TENSOR, "input_ids": "prompt", "return_log_probs": "logprobs", "return_top_log_probs": "logprobs",
     **{name: name for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty",
                                "logit_bias", "stop_token_ids", "priority")},
+    "request_type": "kv_transfer_params", "context_phase_params": "kv_transfer_params",
+    "kv_transfer_config": "--kv-transfer-config",
 }
 _FIELDS_OF_A_CHAT = {**FIELDS, "input_ids": "messages", "return_top_log_probs": "top_logprobs"}
 _TENSOR = re.compile(rf"\b(?:{'|'.join(FIELDS)})\b")

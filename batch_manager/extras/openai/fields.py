@@ -134,6 +134,9 @@ def _transfer(fields: JsonObject, parsed: ParsedBody) -> None:
     if parsed.request_type is RequestType.CONTEXT_ONLY and parsed.is_streaming:
         raise refused("kv_transfer_params", "do_remote_decode is true and stream is true; the answer has one token; "
                                             "expected stream: false")
+    if parsed.request_type is not RequestType.CONTEXT_AND_GENERATION and parsed.echo and parsed.sampling.log_probs:
+        raise refused("kv_transfer_params", "got echo: true with logprobs; the log-probabilities of a prompt are "
+                                            "computed with it; expected one of the three")
 
 
 def _prompts(fields: JsonObject) -> list[Any]:

@@ -44,9 +44,9 @@ def options_of_json(text: str) -> tuple[KvTransferConfig, int]:
 def read_transfer(fields: JsonObject) -> tuple[RequestType, ContextPhaseParams | None]:
     """Read the field `kv_transfer_params` of a body. Raises OpenAIError."""
     given = fields.take(NAME, dict) or {}
-    decodes_elsewhere, has_prompt_elsewhere = (
-        given.get(name) or False for name in ("do_remote_decode", "do_remote_prefill"))
-    if {type(decodes_elsewhere), type(has_prompt_elsewhere)} != {bool}:
+    decodes_elsewhere, has_prompt_elsewhere = flags = [
+        given.get(name) for name in ("do_remote_decode", "do_remote_prefill")]
+    if not {*map(type, flags)} <= {bool, type(None)}:
         raise refused(NAME, "expected do_remote_decode and do_remote_prefill to be true or false")
     if decodes_elsewhere and has_prompt_elsewhere:
         raise refused(NAME, "expected do_remote_decode or do_remote_prefill to be true, not both")
