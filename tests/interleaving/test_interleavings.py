@@ -14,7 +14,8 @@ from .scenarios import SCENARIOS
 
 PREEMPTIONS = 1
 RANDOM_SCHEDULES = 5
-LARGE = {"one_of_two_managers_ends"}    # runs in the campaign only
+# These run in the campaign only.
+LARGE = {"one_of_two_managers_ends", "two_managers_end_each_other", "everybody_waits_for_the_terminate_request"}
 SECONDS_ON_REAL_THREADS = 5.0
 
 
