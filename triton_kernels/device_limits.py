@@ -15,12 +15,14 @@ class DeviceLimits(NamedTuple):
                          registers, which then limit the size of a tile
     rows_pass_shared     whether query rows and attention weights take room in shared memory on their way to a matrix
                          instruction (NVIDIA)
+    widens_fp8           whether an instruction widens numbers of e4m3 (sm_89 and later)
     """
 
     shared_bytes: int
     multiprocessors: int
     operands_in_shared: bool
     rows_pass_shared: bool = True
+    widens_fp8: bool = False
 
 
 def device_limits() -> DeviceLimits:
@@ -39,4 +41,5 @@ def _limits_of(device_index: int) -> DeviceLimits:
         multiprocessors=properties["multiprocessor_count"],
         operands_in_shared=target.backend == "cuda" and 90 <= target.arch < 120,
         rows_pass_shared=target.backend == "cuda",
+        widens_fp8=target.backend == "cuda" and target.arch >= 89,
     )

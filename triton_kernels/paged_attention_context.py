@@ -6,8 +6,9 @@
 
 Shapes      query                    [T, HQ, D]   T packed tokens of C sequences, HQ query heads of size D; heads
                                                   contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads. It
-                                                        already contains the keys and values of the new tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads; in
+                                                        the dtype of the queries, or in e4m3 (torch.float8_e4m3fn).
+                                                        It already has the keys and values of the new tokens
             block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
                                                         without a visible key are not read: their blocks may belong
                                                         to another sequence.
@@ -39,6 +40,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             UNIFORM_ROWS tokens. None: parts of any size. When set, the bits of a row depend on its query and keys
             alone: not on the other rows of its chunk, nor on how many programs share its keys. The bits of a token are
             then the same in a generation row (a context of one token) and in the middle of a prompt.
+            key_scale, value_scale: a pool in e4m3 stores keys and values divided by them and rounded, see fp8.py; the
+            result is that of the rounded numbers times their scales. 1 for a pool in another dtype.
             num_partials: number of partial results to allocate memory for; see `most_partials`.
             Without part_keys, the partition of the work list affects the last bits of the result.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
@@ -83,6 +86,7 @@ import triton.language as tl
 from .alibi import alibi, alibi_factors
 from .context_work_list import UNIFORM_ROWS, WORK_COLUMNS, ContextHeads, context_tile_rows
 from .device_limits import DeviceLimits, device_limits
+from .fp8 import entries_of, widened
 from .paged_attention_merge import added, paged_attention_merge, quotient
 from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
@@ -98,7 +102,7 @@ def _walk_tiles(
     pool_stride_n, pool_stride_kv, window_tile, skipped,
     B: tl.constexpr, D: tl.constexpr, D_POW2: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, ALIBI_FACTOR: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, ALIBI_FACTOR: tl.constexpr, WIDENS_FP8: tl.constexpr,
 ):
     """Attend to the key tiles with the numbers begin .. end - 1 and return the running softmax.
 
@@ -130,7 +134,7 @@ def _walk_tiles(
             keys = tl.load(tile_ptr + key_offset)
         else:
             keys = tl.load(tile_ptr + key_offset, mask=(lane < D)[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee")
+        scores = tl.dot(query, widened(keys, query.dtype, WIDENS_FP8), input_precision="ieee")
         if CAP_LOG2 > 0:
             scores = soft_cap(scores * score_factor, CAP_LOG2)
         if HAS_ALIBI:
@@ -166,6 +170,7 @@ def _walk_tiles(
         else:
             values = tl.load(tile_ptr + value_offset, mask=(lane < D)[None, :], other=0.0)
         weighted = weighted * shrink[:, None]
+        values = widened(values, query.dtype, WIDENS_FP8)
         weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
         top = new_top
         block = next_block
@@ -181,7 +186,8 @@ def _context_kernel(
     query_ptr, kv_pool_ptr, block_table_ptr, cu_seqlens_ptr, kv_length_ptr, work_ptr, slot_ptr,
     out_ptr, partial_out_ptr, partial_lse_ptr,            # out: tiles in one part; the other two: split ones
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
-    score_factor, window,                                 # see `score_factors`
+    value_scale,                                          # of codes of e4m3; see `narrowed`
+    score_factor, window,                                 # see `score_factors`; the factor includes key_scale
     query_stride_t, out_stride_t, table_stride,           # elements from one token, or table row, to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
     WORK_COLUMNS: tl.constexpr, HQ: tl.constexpr, GROUP: tl.constexpr,
@@ -191,6 +197,7 @@ def _context_kernel(
     PART_TILES: tl.constexpr,                             # key tiles of a fixed part; 0: parts are not fixed
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
+    WIDENS_FP8: tl.constexpr,                             # see `widened`
 ):
     head = tl.program_id(0)                               # tiles of a group run concurrently and share their keys
     work = tl.program_id(1)
@@ -283,7 +290,7 @@ def _context_kernel(
                 table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, window_tile, skipped, B, D,
                 D_POW2, KEYS, STAGES,
                 MASKED=True, HAS_WINDOW=True, SINK=SINK, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
-                ALIBI_FACTOR=ALIBI_FACTOR,
+                ALIBI_FACTOR=ALIBI_FACTOR, WIDENS_FP8=WIDENS_FP8,
             )
         if PART_TILES == 0:
             top, total, weighted = _walk_tiles(
@@ -291,7 +298,7 @@ def _context_kernel(
                 query_position, slope, table_ptr, keys_ptr, score_factor, window, pool_stride_n, pool_stride_kv, 0, 0,
                 B, D, D_POW2, KEYS, STAGES,
                 MASKED=False, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
-                ALIBI_FACTOR=ALIBI_FACTOR,
+                ALIBI_FACTOR=ALIBI_FACTOR, WIDENS_FP8=WIDENS_FP8,
             )
             part_begin = tl.maximum(begin_diagonal, part_begin)
         if PART_TILES == 0 or not HAS_WINDOW:
@@ -299,9 +306,11 @@ def _context_kernel(
                 part_begin, part_end, top, total, weighted, query, query_position, slope, table_ptr, keys_ptr,
                 score_factor, window, pool_stride_n, pool_stride_kv, 0, 0, B, D, D_POW2, KEYS, STAGES,
                 MASKED=True, HAS_WINDOW=HAS_WINDOW, SINK=0, CAP_LOG2=CAP_LOG2, HAS_ALIBI=HAS_ALIBI,
-                ALIBI_FACTOR=ALIBI_FACTOR,
+                ALIBI_FACTOR=ALIBI_FACTOR, WIDENS_FP8=WIDENS_FP8,
             )
         result = weighted / tl.where(total > 0, total, 1.0)[:, None]      # some rows may see no key
+        if kv_pool_ptr.dtype.element_ty == tl.uint8:
+            result = result * value_scale
         lse = top + tl.log2(total)
         if partial >= 0:
             partial_row = (partial + (row - token_tile * ROWS) * num_results + index).to(tl.int64)
@@ -382,7 +391,7 @@ def context_heads(num_heads: int, num_kv_heads: int, head_size: int, element_siz
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     part_keys=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
-    part_starts=None, merged_rows=None, num_partials=0,
+    part_starts=None, merged_rows=None, num_partials=0, key_scale=1.0, value_scale=1.0,
 ):
     """Compute the attention of each sequence's new tokens. Returns out. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -390,7 +399,7 @@ def paged_attention_context(
     group = num_heads // num_kv_heads
     head_pow2 = max(16, triton.next_power_of_2(head_size))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
+    assert num_heads == group * num_kv_heads
     assert heads_contiguous(query) and heads_contiguous(out) and pages_contiguous(kv_pool)
     assert block_table.stride(1) == 1 and work_list.is_contiguous() and kv_lengths.is_contiguous()
     assert work_list.shape[1] == WORK_COLUMNS
@@ -398,27 +407,28 @@ def paged_attention_context(
         return out
     assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
     assert sink_logits is None or sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
-    score_factor, cap_log2 = score_factors(scale, softcap)
+    score_factor, cap_log2 = score_factors(scale * key_scale, softcap)
     slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
     # With None for them when no tile is split, the kernel would be compiled in two variants.
     num_partials = 0 if part_starts is None else num_partials
     partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
-    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, device_limits(),
+    limits = device_limits()
+    settings = context_settings(head_pow2, query.element_size(), tokens_per_block, limits,
                                 None if part_keys is None else UNIFORM_ROWS)
     assert part_keys is None or part_keys % settings.keys == 0
     _context_kernel[(num_heads, len(work_list))](
-        query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, slots,
-        out, partial_out, partial_lse, alibi_slopes, sink_logits,
-        score_factor, window or 0,
+        query, entries_of(kv_pool, query.dtype, key_scale, value_scale), block_table, cu_seqlens, kv_lengths, work_list,
+        slots, out, partial_out, partial_lse, alibi_slopes, sink_logits,
+        value_scale, score_factor, window or 0,
         query.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         WORK_COLUMNS=WORK_COLUMNS, HQ=num_heads, GROUP=group, B=tokens_per_block, D=head_size, D_POW2=head_pow2,
         ROWS=settings.rows, KEYS=settings.keys, STAGES=settings.num_stages,
         HAS_SLOTS=slots is not None, HAS_WINDOW=bool(window), SINK=sink if window else 0,
         CAP_LOG2=cap_log2, PART_TILES=(part_keys or 0) // settings.keys,
         HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
-        HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
+        HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E, WIDENS_FP8=limits.widens_fp8,
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     return out if part_starts is None else paged_attention_merge(partial_out, partial_lse, part_starts, out,

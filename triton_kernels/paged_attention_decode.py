@@ -11,7 +11,8 @@
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads of size D; heads contiguous
             key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens; in the dtype of the
+                                                        queries, or in e4m3 (torch.float8_e4m3fn)
             block_table              [rows, max_blocks] int32   pages of each sequence in order, including the newest
                                                         token's. Entries of pages without a visible key are not read:
                                                         their blocks may belong to another sequence.
@@ -36,6 +37,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
+            key_scale, value_scale: a pool in e4m3 stores keys and values divided by them and rounded, see fp8.py; the
+            result is that of the rounded numbers times their scales. 1 for a pool in another dtype.
             The partition of the work list affects only the last bits of the result.
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
             its output is zero. counters are zeros again after the launch.
@@ -74,6 +77,7 @@ import triton.language as tl
 
 from .alibi import alibi, alibi_factors
 from .device_limits import DeviceLimits, device_limits
+from .fp8 import entries_of, narrowed, widened
 from .paged_attention_merge import PARTS, combined, paged_attention_merge
 from .soft_cap import LOG2_E, score_factors, soft_cap
 from .strides import heads_contiguous, pages_contiguous
@@ -116,7 +120,8 @@ def _decode_kernel(
     slope_ptr, sink_logit_ptr,                            # None: see HAS_ALIBI and HAS_SINK_LOGITS
     query_norm_ptr, key_norm_ptr, epsilon, weight_offset,           # the first two are None without norms
     part_start_ptr, counter_ptr,                          # counter_ptr: None if another launch merges the parts
-    score_factor, window,                                 # see `score_factors`
+    key_scale, value_scale,                               # of codes of e4m3; see `narrowed`
+    score_factor, window,                                 # see `score_factors`; the factor includes key_scale
     query_stride_s, key_stride_s, value_stride_s,         # elements from one sequence to the next
     out_stride_s, table_stride,                           # likewise, and from one table row to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,         # elements between blocks, K and V, heads
@@ -127,6 +132,7 @@ def _decode_kernel(
     HAS_SLOTS: tl.constexpr, HAS_WINDOW: tl.constexpr, SINK: tl.constexpr, CAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr, SLOPE_FACTOR: tl.constexpr, ALIBI_FACTOR: tl.constexpr,      # see `alibi_factors`
     HAS_SINK_LOGITS: tl.constexpr, LOG2_E: tl.constexpr,
+    WIDENS_FP8: tl.constexpr,                             # see `widened`
     GROUP_POW2: tl.constexpr, PARTS: tl.constexpr,        # see `combined`
 ):
     IS_SCALED: tl.constexpr = CAP_LOG2 > 0 or HAS_ALIBI   # scores are scaled before the softmax
@@ -191,12 +197,15 @@ def _decode_kernel(
         key_ptr + sequence * key_stride_s + kv_head * D, writes, lane, key_norm_ptr, epsilon, weight_offset, cos, sin,
         D, HALF,
     )
-    new_key = new_key.to(kv_pool_ptr.dtype.element_ty)
+    new_key = narrowed(new_key.to(query.dtype), key_scale, kv_pool_ptr.dtype.element_ty)
     new_value = tl.load(value_ptr + sequence * value_stride_s + kv_head * D + lane, mask=writes, other=0.0)
+    new_value = narrowed(new_value, value_scale, kv_pool_ptr.dtype.element_ty)
     new_block = tl.load(table_ptr + newest // B).to(tl.int64)
     new_ptr = kv_pool_ptr + new_block * pool_stride_n + kv_head * pool_stride_h + (newest % B) * D + lane
     tl.store(new_ptr, new_key, mask=writes)
     tl.store(new_ptr + pool_stride_kv, new_value, mask=writes)
+    new_key = widened(new_key, query.dtype, WIDENS_FP8)
+    new_value = widened(new_value, query.dtype, WIDENS_FP8)
     score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * score_factor
     if CAP_LOG2 > 0:
         score = soft_cap(score, CAP_LOG2)
@@ -235,7 +244,7 @@ def _decode_kernel(
             keys = tl.load(page_ptr + key_offset, mask=is_older[None, :], other=0.0)
         else:
             keys = tl.load(page_ptr + key_offset, mask=is_older[None, :] & (lane < D)[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee")
+        scores = tl.dot(query, widened(keys, query.dtype, WIDENS_FP8), input_precision="ieee")
         if CAP_LOG2 > 0:
             scores = soft_cap(scores * score_factor, CAP_LOG2)
         if HAS_ALIBI:
@@ -262,11 +271,14 @@ def _decode_kernel(
         else:
             values = tl.load(page_ptr + value_offset, mask=is_older[:, None] & (lane < D)[None, :], other=0.0)
         weighted = weighted * shrink[:, None]
+        values = widened(values, query.dtype, WIDENS_FP8)
         weighted = tl.dot(weights.to(values.dtype), values, weighted, input_precision="ieee")
         top = new_top
         block = next_block
 
     result = weighted / total[:, None]
+    if kv_pool_ptr.dtype.element_ty == tl.uint8:
+        result = result * value_scale
     if partial < 0:
         out_rows_ptr = out_ptr + head[:, None] * D + lane[None, :]
         tl.store(out_rows_ptr, result.to(out_ptr.dtype.element_ty), mask=row_inside)
@@ -313,6 +325,8 @@ class DecodeSettings(NamedTuple):
 def decode_settings(head_size: int, tokens_per_block: int, element_size_bytes: int,
                     limits: DeviceLimits) -> DecodeSettings:
     """Return the launch settings. They depend only on shapes, so all steps of an engine use the same settings.
+
+    element_size_bytes   of the queries: pages in e4m3 take less shared memory, but more registers for widening
 
     Each pipeline stage beyond the first holds a page of keys and a page of values in shared memory. A program has
     the largest number of stages, at most 4, with which two programs fit on a multiprocessor. One program then loads
@@ -370,6 +384,7 @@ def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0, counters=None,
+    key_scale=1.0, value_scale=1.0,
 ):
     """Append the newest token of each sequence to its pages, and attend over them. Returns out.
 
@@ -379,7 +394,7 @@ def paged_attention_decode(
     num_kv_heads, tokens_per_block = kv_pool.shape[2:4]
     group = num_heads // num_kv_heads
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    assert query.dtype == kv_pool.dtype and num_heads == group * num_kv_heads
+    assert num_heads == group * num_kv_heads
     half = 0 if cos_table is None else cos_table.shape[1]
     assert all(heads_contiguous(rows) for rows in (query, key, value, out)) and pages_contiguous(kv_pool)
     assert half == 0 or (cos_table.is_contiguous() and sin_table.is_contiguous())
@@ -390,7 +405,7 @@ def paged_attention_decode(
     assert counters is None or counters.is_contiguous() and counters.numel() >= num_sequences * num_kv_heads
     assert alibi_slopes is None or alibi_slopes.shape == (num_heads,) and alibi_slopes.is_contiguous()
     assert sink_logits is None or sink_logits.shape == (num_heads,) and sink_logits.is_contiguous()
-    score_factor, cap_log2 = score_factors(scale, softcap)
+    score_factor, cap_log2 = score_factors(scale * key_scale, softcap)
     slope_factor, alibi_factor = alibi_factors(alibi_bfloat16_factor)
 
     # There are at most as many partial results as programs. With None for them when no sequence is split, the kernel
@@ -398,13 +413,15 @@ def paged_attention_decode(
     num_partials = 0 if part_starts is None else len(work_list)
     partial_out = torch.empty((num_partials, num_heads, head_size), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=query.device)
-    settings = decode_settings(head_size, tokens_per_block, query.element_size(), device_limits())
+    limits = device_limits()
+    settings = decode_settings(head_size, tokens_per_block, query.element_size(), limits)
     group_pow2 = triton.next_power_of_2(group)
     _decode_kernel[(num_kv_heads, len(work_list))](
-        query, key, value, kv_pool, cos_table, sin_table, block_table, kv_lengths, slots, work_list,
+        query, key, value, entries_of(kv_pool, query.dtype, key_scale, value_scale), cos_table, sin_table, block_table,
+        kv_lengths, slots, work_list,
         out, partial_out, partial_lse, alibi_slopes, sink_logits, query_norm, key_norm, epsilon, weight_offset,
         work_list if part_starts is None else part_starts, counters,
-        score_factor, window or 0,
+        key_scale, value_scale, score_factor, window or 0,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), block_table.stride(0), *kv_pool.stride()[:3],
         HQ=num_heads, GROUP=group, ROWS=_padded(group),
         B=tokens_per_block, D=head_size, D_POW2=_padded(head_size),
@@ -413,7 +430,8 @@ def paged_attention_decode(
         CAP_LOG2=cap_log2,
         HAS_ALIBI=alibi_slopes is not None, SLOPE_FACTOR=slope_factor, ALIBI_FACTOR=alibi_factor,
         HAS_SINK_LOGITS=sink_logits is not None, LOG2_E=LOG2_E,
-        GROUP_POW2=group_pow2, PARTS=min(max(COMBINED_ENTRIES // (group_pow2 * _padded(head_size)), 1), PARTS),
+        WIDENS_FP8=limits.widens_fp8, GROUP_POW2=group_pow2,
+        PARTS=min(max(COMBINED_ENTRIES // (group_pow2 * _padded(head_size)), 1), PARTS),
         num_warps=settings.num_warps, num_stages=settings.num_stages,
     )
     if part_starts is None or counters is not None:

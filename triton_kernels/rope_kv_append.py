@@ -10,13 +10,16 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
                                                   stride
             key, value               [T, HK, D]   HK key heads; strides as for query. All three may be views of one
                                                   packed tensor
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens; in the dtype of the
+                                                        keys, or in e4m3 (torch.float8_e4m3fn)
             slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
             positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_out                [T, HQ, D]   None: change the queries in place
             query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+            key_scale, value_scale: a pool in e4m3 stores keys and values, in their dtype, divided by them and
+            rounded, see fp8.py; 1 for a pool in another dtype
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
 Oracle      triton_kernels/reference/rope_kv_append.py
 Source      rotary embedding (Su et al. 2021) in the half-split arrangement; written for this project.
@@ -28,6 +31,7 @@ of a single token still uses HK programs.
 import triton
 import triton.language as tl
 
+from .fp8 import entries_of, narrowed
 from .strides import heads_contiguous, pages_contiguous
 
 
@@ -42,6 +46,7 @@ def _normed(entries, scale, norm_ptr, inside, weight_offset, dtype: tl.constexpr
 def _rotate_head_rows(
     from_ptr, to_ptr,                   # first entry of each head, [rows, 1]
     keep,                               # [rows, 1]: rows that exist
+    scale,                              # of stored heads, see `narrowed`
     norm_ptr, epsilon, weight_offset,   # norm_ptr: weights of an RMS norm of each head; None: no norm
     cos_ptr, sin_ptr,                   # rows of the tables for this position
     HALF: tl.constexpr, HALF_POW2: tl.constexpr, REST: tl.constexpr, REST_POW2: tl.constexpr,
@@ -49,6 +54,8 @@ def _rotate_head_rows(
     """Write normed and rotated heads: rotate entry i of a head with entry HALF + i, for all i < HALF; copy the other
     entries.
     """
+    dtype: tl.constexpr = from_ptr.dtype.element_ty       # rounded to it first, as a wide cache is
+    to_dtype: tl.constexpr = to_ptr.dtype.element_ty
     square = tl.zeros([1, 1], tl.float32)
     if HALF > 0:
         lane = tl.arange(0, HALF_POW2)[None, :]
@@ -64,21 +71,19 @@ def _rotate_head_rows(
         if norm_ptr is not None:
             square += tl.sum(rest * rest, 1, keep_dims=True)
     if norm_ptr is not None:
-        scale = tl.rsqrt(square / (2 * HALF + REST) + epsilon)
+        norm = tl.rsqrt(square / (2 * HALF + REST) + epsilon)
     if HALF > 0:
         if norm_ptr is not None:
-            first = _normed(first, scale, norm_ptr + lane, lane < HALF, weight_offset, from_ptr.dtype.element_ty)
-            second = _normed(second, scale, norm_ptr + HALF + lane, lane < HALF, weight_offset,
-                             from_ptr.dtype.element_ty)
+            first = _normed(first, norm, norm_ptr + lane, lane < HALF, weight_offset, dtype)
+            second = _normed(second, norm, norm_ptr + HALF + lane, lane < HALF, weight_offset, dtype)
         cos = tl.load(cos_ptr + lane, mask=lane < HALF, other=0.0)
         sin = tl.load(sin_ptr + lane, mask=lane < HALF, other=0.0)
-        tl.store(to_ptr + lane, (first * cos - second * sin).to(to_ptr.dtype.element_ty), mask=inside)
-        tl.store(to_ptr + HALF + lane, (second * cos + first * sin).to(to_ptr.dtype.element_ty), mask=inside)
+        tl.store(to_ptr + lane, narrowed((first * cos - second * sin).to(dtype), scale, to_dtype), mask=inside)
+        tl.store(to_ptr + HALF + lane, narrowed((second * cos + first * sin).to(dtype), scale, to_dtype), mask=inside)
     if REST > 0:
         if norm_ptr is not None:
-            rest = _normed(rest, scale, norm_ptr + 2 * HALF + rest_lane, rest_lane < REST, weight_offset,
-                           from_ptr.dtype.element_ty)
-        tl.store(to_ptr + 2 * HALF + rest_lane, rest.to(to_ptr.dtype.element_ty), mask=rest_inside)
+            rest = _normed(rest, norm, norm_ptr + 2 * HALF + rest_lane, rest_lane < REST, weight_offset, dtype)
+        tl.store(to_ptr + 2 * HALF + rest_lane, narrowed(rest.to(dtype), scale, to_dtype), mask=rest_inside)
 
 
 # Slices of the index tensors start anywhere: their alignment must not recompile the kernel.
@@ -86,6 +91,7 @@ def _rotate_head_rows(
 def _rope_kv_append_kernel(
     query_ptr, key_ptr, value_ptr, query_out_ptr, kv_pool_ptr, slot_ptr, position_ptr, cos_ptr, sin_ptr,
     query_norm_ptr, key_norm_ptr, epsilon, weight_offset,                 # the first two are None without norms
+    key_scale, value_scale,
     query_stride_t, key_stride_t, value_stride_t, query_out_stride_t,     # elements from one token to the next
     pool_stride_n, pool_stride_kv, pool_stride_h,                         # elements between blocks, K and V, heads
     GROUP: tl.constexpr, GROUP_POW2: tl.constexpr,                        # query heads of one kv head
@@ -107,7 +113,8 @@ def _rope_kv_append_kernel(
         head_start = (kv_head * GROUP + member) * D
         _rotate_head_rows(
             query_ptr + token * query_stride_t + head_start, query_out_ptr + token * query_out_stride_t + head_start,
-            member < GROUP, query_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+            member < GROUP, 1.0, query_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST,
+            REST_POW2,
         )
 
     if slot >= 0:
@@ -115,16 +122,19 @@ def _rope_kv_append_kernel(
         one = tl.zeros([1, 1], tl.int32)
         _rotate_head_rows(
             key_ptr + token * key_stride_t + kv_head * D + one, row_ptr + one,
-            one == 0, key_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST, REST_POW2,
+            one == 0, key_scale, key_norm_ptr, epsilon, weight_offset, cos_ptr, sin_ptr, HALF, HALF_POW2, REST,
+            REST_POW2,
         )
         lane = tl.arange(0, D_POW2)
         value = tl.load(value_ptr + token * value_stride_t + kv_head * D + lane, mask=lane < D, other=0.0)
-        tl.store(row_ptr + pool_stride_kv + lane, value.to(kv_pool_ptr.dtype.element_ty), mask=lane < D)
+        tl.store(row_ptr + pool_stride_kv + lane, narrowed(value, value_scale, kv_pool_ptr.dtype.element_ty),
+                 mask=lane < D)
 
 
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
+    key_scale=1.0, value_scale=1.0,
 ):
     """Norm and rotate queries and keys, then append keys and values. Returns the changed queries.
 
@@ -145,9 +155,9 @@ def rope_kv_append(
         return query_out
 
     _rope_kv_append_kernel[(num_tokens, num_kv_heads)](
-        query, key, value, query_out, kv_pool, slot_mapping,
+        query, key, value, query_out, entries_of(kv_pool, key.dtype, key_scale, value_scale), slot_mapping,
         slot_mapping if positions is None else positions, cos_table, sin_table,
-        query_norm, key_norm, epsilon, weight_offset,
+        query_norm, key_norm, epsilon, weight_offset, key_scale, value_scale,
         query.stride(0), key.stride(0), value.stride(0), query_out.stride(0), *kv_pool.stride()[:3],
         GROUP=group, GROUP_POW2=triton.next_power_of_2(group),
         B=tokens_per_block, D=head_size, D_POW2=triton.next_power_of_2(head_size),

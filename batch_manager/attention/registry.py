@@ -17,7 +17,7 @@ def make_attention(spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deter
 
     sink            number of sink tokens: the first tokens of a sequence, visible outside the windows; see windows.py
     deterministic   make the bits of a row independent of the step that computes it
-    dtype           of queries, keys and values, if the pool has another one; not for Triton's kernels
+    dtype           of queries, keys and values, if the pool has another one
     """
     if dispatch.use_triton(kv_pool.device):
         from .triton_paged import TritonPagedAttention

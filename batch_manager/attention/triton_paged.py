@@ -50,6 +50,7 @@ class TritonPagedAttention:
     """Paged attention in Triton over `kv_pool` [num_blocks, layers, 2, kv_heads, tokens_per_block, head_size].
 
     sink            number of sink tokens; see windows.py
+    dtype           of queries, keys and values; None: that of the pool. A pool of float8_e4m3fn has rounded ones
     deterministic   make the bits of a row independent of the step that computes it: generation rows run in the context
                     kernel, as contexts of one token, with `plan` and with `bind`, and keys are cut into fixed parts
 
@@ -59,7 +60,8 @@ class TritonPagedAttention:
     dispatch = "triton"
     norms_heads = can_bind = True
 
-    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False) -> None:
+    def __init__(self, spec: HeadLayout, kv_pool: torch.Tensor, sink: int = 0, deterministic: bool = False,
+                 dtype: torch.dtype | None = None) -> None:
         assert kv_pool.is_contiguous()
         assert (kv_pool.shape[1], kv_pool.shape[3], kv_pool.shape[5]) == (
             spec.num_layers, spec.num_kv_heads, spec.head_size)
@@ -72,8 +74,8 @@ class TritonPagedAttention:
         self.slopes = [tensors.get(layer.alibi_slopes) for layer in spec.attention]
         self.deterministic = deterministic
         self.part_keys = FIXED_PART_KEYS if deterministic else None
-        self.tile_rows = (UNIFORM_ROWS if deterministic else
-                          context_tile_rows(spec.head_size, kv_pool.element_size()))
+        self._element_bytes = (dtype or kv_pool.dtype).itemsize    # of what matrix instructions multiply
+        self.tile_rows = UNIFORM_ROWS if deterministic else context_tile_rows(spec.head_size, self._element_bytes)
 
     def plan(self, step: PackedStep) -> Sequence[np.ndarray]:
         contexts = len(step.slots) if self.deterministic else step.num_contexts
@@ -178,14 +180,14 @@ class TritonPagedAttention:
         pool = self.layer_pools[0]
         tokens_per_block, head_size = pool.shape[3:]
         # `device_limits` reads the current device, which is the engine's during a step.
-        return decode_settings(head_size, tokens_per_block, pool.element_size(), device_limits()).resident_programs
+        return decode_settings(head_size, tokens_per_block, self._element_bytes, device_limits()).resident_programs
 
     @cached_property
     def _context_heads(self) -> ContextHeads:
         """Return the numbers from which `context_work_list` computes the number of parts of each tile."""
         pool = self.layer_pools[0]
         kv_heads, tokens_per_block, head_size = pool.shape[2:]
-        return context_heads(self._num_heads, kv_heads, head_size, pool.element_size(), tokens_per_block,
+        return context_heads(self._num_heads, kv_heads, head_size, self._element_bytes, tokens_per_block,
                              device_limits(), self.part_keys)
 
     def run(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -196,6 +198,7 @@ class TritonPagedAttention:
             refuse_wrong_sink_logits(layer, attention, sink_logits)
         more = {"softcap": attention.softcap, "alibi_slopes": self.slopes[layer],
                 "alibi_bfloat16_factor": attention.alibi_bfloat16_factor, "sink_logits": sink_logits}
+        scales = {"key_scale": attention.key_scale, "value_scale": attention.value_scale}
         before = {} if rotary is None else {"cos_table": rotary.cos, "sin_table": rotary.sin}
         if norms is not None:
             before |= {"query_norm": norms.query_weight, "key_norm": norms.key_weight, "epsilon": norms.epsilon,
@@ -208,18 +211,19 @@ class TritonPagedAttention:
                 max_keys = given.block_tables.shape[1] * pool.shape[3]
                 num_partials = most_partials(self.tile_rows, self._context_heads, max_keys)
             rope_kv_append(queries, key[rows], value[rows], pool, given.pool_slots, given.positions,
-                           **before)
+                           **before, **scales)
             paged_attention_context(queries, pool, given.block_tables, given.query_starts, given.kv_lengths, work_list,
                                     attention.scale, attention.window, slots=given.table_rows, out=result[rows],
                                     sink=self.sink, part_keys=self.part_keys, part_starts=part_starts,
-                                    merged_rows=merged_rows, num_partials=num_partials, **more)
+                                    merged_rows=merged_rows, num_partials=num_partials, **more, **scales)
         if self._generation is not None:
             rows, given = self._generation_rows, self._generation
             if MERGES_IN_DECODE and device_limits().rows_pass_shared and query.shape[2] <= MOST_MERGED_SIZE:    # NVIDIA
                 more["counters"] = self._merge_counters(len(given.kv_lengths))
             paged_attention_decode(query[rows], key[rows], value[rows], pool, given.block_tables, given.kv_lengths,
                                    *given.work[attention.window], attention.scale, attention.window,
-                                   slots=given.table_rows, out=result[rows], sink=self.sink, **before, **more)
+                                   slots=given.table_rows, out=result[rows], sink=self.sink, **before, **more,
+                                   **scales)
         return result.flatten(1)
 
     def _merge_counters(self, num_rows: int) -> torch.Tensor:

@@ -308,14 +308,11 @@ def _described_errors(device: torch.device, stream: torch.Stream | None, sizes: 
 
 
 def refuse_fp8_cache(asked: Asked) -> None:
-    """Raise ConfigError if an attention that reads no FP8 would read the KV cache."""
+    """Raise ConfigError if an attention of the user's own would read a KV cache in FP8."""
     kind = asked.params.kv_cache_config.kv_cache_dtype
-    reason = ("Parts.attention is set" if asked.has_attention else
-              f"the kernels on {asked.device} are Triton's" if asked.has_triton else "")
-    if kind != "auto" and reason:
-        raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kind!r}, but {reason}",
-                          "expected attention in torch or in compiled code, which alone read FP8",
-                          "leave kv_cache_dtype out")
+    if kind != "auto" and asked.has_attention:
+        raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kind!r}, but Parts.attention is set",
+                          "expected an attention of this package, which alone reads FP8", "leave kv_cache_dtype out")
 
 
 def refuse_without_compiled_steps(quantization: str, absent: Mapping[str, str]) -> None:

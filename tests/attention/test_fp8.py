@@ -10,6 +10,11 @@ import torch
 
 from batch_manager.attention.fp8 import FP8, Fp8Numbers
 from batch_manager.attention.torch_fixed_tiles import FixedTileAttention
+from batch_manager.config import KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager.errors import ConfigError
+from batch_manager.runtime import packing
+from batch_manager.runtime.build_backend import refuse_fp8_cache
+from batch_manager.runtime.forms.table import Asked
 
 CPU = torch.device("cpu")
 CODES = np.arange(256, dtype=np.uint8)
@@ -127,3 +132,9 @@ def test_a_chunk_gets_the_bits_of_the_whole_prompt(layout, step_of):
             found.append(attention.run(0, *(part[start:start + count].clone() for part in rows), None))
         return torch.cat(found)
     assert torch.equal(run([(0, 64)]), run([(0, 16), (16, 32), (48, 16)]))
+
+
+def test_an_attention_of_your_own_is_refused():
+    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(kv_cache_dtype="fp8"))
+    with pytest.raises(ConfigError, match="^KvCacheConfig.kv_cache_dtype is 'fp8_e4m3', but Parts.attention is set; "):
+        refuse_fp8_cache(Asked(params, CPU, packing.packed, has_triton=False, has_attention=True))

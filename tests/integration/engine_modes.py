@@ -47,7 +47,7 @@ MODES = {
     "plain": {"pool": 40},
     "beams": {"pool": 40, "max_beam_width": 3},
     "overlap": {"pool": 40, "enable_trt_overlap": True},
-    "run_ahead": {"pool": 40, "run_ahead": True},
+    "run_ahead": {"pool": 40, "run_ahead": True, "kv_cache_dtype": "fp8_e4m3"},
     "reuse": {"pool": 40, "enable_block_reuse": True},
     "windows": {"pool": 40, "max_attention_window": 18, "sink_token_length": 2},
     "v1": {"pool": 40, "model_type": TrtGptModelType.V1},
@@ -61,7 +61,7 @@ WARMED_UP = ("plain", "beams")      # the warm-up of the other modes launches th
 def make_requests(mode):
     """Yield the requests of a mode in order of arrival."""
     draw = random.Random(1)
-    asked = PLAIN if mode == "plain_rows" else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
+    asked = PLAIN if mode in ("plain_rows", "run_ahead") else [*REQUESTS, *(BEAMS if mode == "beams" else [])]
     if mode == "reuse":                                # prompts that share full blocks
         asked = [(33, {}), (20, {"temperature": 0.9, "runtime_top_k": 20, "random_seed": 5}), (33, {})]
     num_tokens = 7 if mode == "plain_rows" else 3
@@ -121,7 +121,8 @@ def run(folder, mode, device="cpu", **more):
     the mode took effect.
     """
     options = dict(MODES[mode])
-    pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length")
+    pool, kv_names = options.pop("pool"), ("enable_block_reuse", "max_attention_window", "sink_token_length",
+                                           "kv_cache_dtype")
     kv = KvCacheConfig(tokens_per_block=16, max_tokens=16 * pool,
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 # Their instructions are counted on sm_90. Others are not disassembled: it takes a third of a second per kernel.
 DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
                 "_lora_expand_add_kernel", "_lora_shrink_kernel"}
+FP8 = torch.float8_e4m3fn
 NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # name -> target, shared memory per program in KiB, multiprocessors
@@ -110,12 +111,12 @@ def norms_of_heads(head_size):
 
 
 def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, softcap=None, rotation=None,
-           slopes=None, sink_logits=False, dtype=torch.bfloat16, has_norms=False, merges=False):
+           slopes=None, sink_logits=False, dtype=torch.bfloat16, has_norms=False, merges=False, cached=None):
     from batch_manager.triton_kernels.paged_attention_decode import paged_attention_decode
 
     paged_attention_decode(
         *packed_heads(32, group, num_kv_heads, head_size, dtype),
-        pool(num_kv_heads, head_size, tokens_per_block, dtype),
+        pool(num_kv_heads, head_size, tokens_per_block, cached or dtype),
         integers(256, 64), integers(32), integers(100, 4), integers(33), 0.1, window=window, slots=integers(32),
         sink=sink, softcap=softcap, **(tables(head_size) if rotation is None else rotation),
         **of_heads(group * num_kv_heads, slopes, sink_logits), **(norms_of_heads(head_size) if has_norms else {}),
@@ -124,12 +125,12 @@ def decode(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, s
 
 
 def context(head_size, group, num_kv_heads=8, window=None, tokens_per_block=64, sink=0, part_keys=None,
-            softcap=None, slopes=None, sink_logits=False, is_split=False):
+            softcap=None, slopes=None, sink_logits=False, is_split=False, cached=torch.bfloat16):
     from batch_manager.triton_kernels.paged_attention_context import paged_attention_context
 
     parts = {"part_starts": integers(65), "merged_rows": integers(64), "num_partials": 528} if is_split else {}
     paged_attention_context(
-        tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block),
+        tensor(4096, group * num_kv_heads, head_size), pool(num_kv_heads, head_size, tokens_per_block, cached),
         integers(256, 64), integers(5), integers(4), integers(32, 5), 0.1, window=window, slots=integers(4),
         sink=sink, part_keys=part_keys, softcap=softcap, **of_heads(group * num_kv_heads, slopes, sink_logits),
         **parts,
@@ -183,11 +184,11 @@ def fused(size, columns, *, rows=16, norm="rms", dtype=torch.bfloat16, **options
     fused_linear(tensor(rows, size, dtype=dtype), weight, bias, *norms, 1e-5, residual=residual, **options)
 
 
-def rope(head_size, group, num_kv_heads=8, has_norms=False):
+def rope(head_size, group, num_kv_heads=8, has_norms=False, cached=torch.bfloat16):
     from batch_manager.triton_kernels.rope_kv_append import rope_kv_append
 
     rope_kv_append(
-        *packed_heads(64, group, num_kv_heads, head_size), pool(num_kv_heads, head_size),
+        *packed_heads(64, group, num_kv_heads, head_size), pool(num_kv_heads, head_size, dtype=cached),
         tensor(64, dtype=torch.int64), integers(64), **tables(head_size),
         **(norms_of_heads(head_size) if has_norms else {}),
     )
@@ -278,9 +279,8 @@ CASES = {
     "decode D256 G2 norms window": lambda: decode(256, 2, num_kv_heads=4, window=512, has_norms=True),
     "decode D128 G4 merges": lambda: decode(128, 4, merges=True),
     "decode D64 G3 merges": lambda: decode(64, 3, num_kv_heads=3, merges=True),
-    "decode D64 window": lambda: decode(64, 4, window=4096),
     "decode D128 window sinks": lambda: decode(128, 4, window=4096, sink=4),
-    "decode D64 window sinks": lambda: decode(64, 4, window=4096, sink=4),
+    "decode D64 window sinks fp8": lambda: decode(64, 4, window=4096, sink=4, cached=FP8),
     "decode D128 softcap": lambda: decode(128, 2, softcap=50.0),
     "decode D256 softcap window": lambda: decode(256, 2, num_kv_heads=4, window=4096, softcap=50.0),
     "decode D128 slopes": lambda: decode(128, 1, rotation={}, slopes="float32"),
@@ -289,7 +289,6 @@ CASES = {
     "context D128": lambda: context(128, 4),
     "context D128 split": lambda: context(128, 4, is_split=True),
     "context D64": lambda: context(64, 3, num_kv_heads=3),
-    "context D64 window": lambda: context(64, 4, window=4096),
     "context D128 window sinks": lambda: context(128, 4, window=4096, sink=4),
     "context D64 window sinks": lambda: context(64, 4, window=4096, sink=4),
     "context D128 fixed parts": lambda: context(128, 4, part_keys=512),
@@ -302,8 +301,10 @@ CASES = {
     "context D128 slopes": lambda: context(128, 1, slopes="float32"),
     "context D64 slopes of bfloat16": lambda: context(64, 71, num_kv_heads=1, slopes="bfloat16"),
     "context D64 sink logits window": lambda: context(64, 8, window=128, sink_logits=True),
-    "context D128 slopes sink logits fixed parts": lambda: context(128, 4, slopes="float32", sink_logits=True,
-                                                                   part_keys=512),
+    "context D128 slopes sink logits fixed parts fp8": lambda: context(128, 4, slopes="float32", sink_logits=True,
+                                                                       part_keys=512, cached=FP8),
+    "decode D128 G4 fp8": lambda: decode(128, 4, cached=FP8),
+    "context D128 fp8": lambda: context(128, 4, cached=FP8),
     "linear 4096": lambda: linear(4096, 14336),
     "linear 100": lambda: linear(100, 70),
     "linear 4096 float32": lambda: linear(4096, 14336, torch.float32),
@@ -332,8 +333,8 @@ CASES = {
     "fused qkv 8B float16": lambda: fused(4096, 6144, dtype=torch.float16),
     "fused qkv 135M float16 256 rows": lambda: fused(576, 960, rows=256, dtype=torch.float16),
     "fused qkv 8B float32": lambda: fused(4096, 6144, dtype=torch.float32),
-    "rope D128": lambda: rope(128, 4),
     "rope D128 norms": lambda: rope(128, 2, has_norms=True),
+    "rope D128 fp8": lambda: rope(128, 4, cached=FP8),
     "norms 4096": lambda: norms(4096),
     "activations": activations,
     "sampling": sampling,
@@ -345,11 +346,11 @@ CASES = {
 
 # Each kernel, and each feature of attention, once. The compiler for gfx942 takes over a minute for all cases.
 ON_EACH_GPU = (
-    "decode D128 G4 merges", "decode D64 window sinks", "decode D128 slopes", "decode D256 softcap window",
+    "decode D128 G4 merges", "decode D64 window sinks fp8", "decode D128 slopes", "decode D256 softcap window",
     "decode D256 G2 norms window", "context D128 split", "context D128 softcap window",
-    "context D128 slopes sink logits fixed parts", "linear 4096", "lora qkv 8B", "fused gate up 8B", "fused down GPT-2",
-    "fused gate up 1B 64 rows", "rope D128", "norms 4096", "activations", "sampling", "fixed step", "bitmask",
-    "histories", "beams 8",
+    "context D128 slopes sink logits fixed parts fp8", "linear 4096", "lora qkv 8B", "fused gate up 8B",
+    "fused down GPT-2", "fused gate up 1B 64 rows", "rope D128 fp8", "norms 4096", "activations", "sampling",
+    "fixed step", "bitmask", "histories", "beams 8",
 )
 
 
@@ -474,6 +475,7 @@ def nvidia_figures(kernel, with_instructions):
             figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
             figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
             figures["counted after a barrier"] = counted_after_a_barrier(kernel.asm["ptx"])
+            figures["e4m3x2"] = kernel.asm["ptx"].count("e4m3x2")              # conversions of numbers of e4m3
             figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
             figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
             figures["FMUL in loops"] = multiplications_in_loops(sass)

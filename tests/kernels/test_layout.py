@@ -15,7 +15,8 @@ KERNELS = Path(triton_kernels.__file__).parent
 TESTS = Path(__file__).parent
 WORK_LISTS = {"context_work_list", "decode_work_list"}
 ON_THE_HOST = {"attention_scratch", "fused_linear_settings", "sample_scratch", *WORK_LISTS}      # without triton
-NOT_KERNELS = {"__init__", "alibi", "dispatch", "device_limits", "interpreter", "soft_cap", "strides", *ON_THE_HOST}
+NOT_KERNELS = {"__init__", "alibi", "dispatch", "device_limits", "fp8", "interpreter", "soft_cap", "strides",
+               *ON_THE_HOST}
 NAMES = sorted({path.stem for path in KERNELS.glob("*.py")} - NOT_KERNELS)
 TWINS = sorted({path.stem for path in (KERNELS / "cpu").glob("*.py")} - {"__init__", "fixed_pieces", "large_pages",
                                                                       "logit_blocks"})

@@ -316,7 +316,6 @@ IN_THE_WAY = {
     "own attention": ({"has_attention": True}, "Parts.attention is set"),
     "V1": (V1, "TrtGptModelType.V1 pads steps to their static batch"),
     "not V1": ({"layout": packing.packed}, "TrtGptModelType.V1 alone pads steps"),
-    "FP8 cache": ({"kv_cache_config": KvCacheConfig(kv_cache_dtype="fp8")}, "kv_cache_dtype is 'fp8_e4m3'"),
     "block size": ({"kv_cache_config": KvCacheConfig(tokens_per_block=8)},
                    "tokens_per_block is 8, not a multiple of 16 up to 256"),
     "no compiler": ({}, "no compiler here"),

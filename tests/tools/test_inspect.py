@@ -89,8 +89,8 @@ def test_fp8_doubles_the_blocks_of_bfloat16(capsys):
     assert facts["pool_bytes"] == blocks["fp8"] * facts["block_bytes"]
     assert main([*options, "--kv-cache-dtype", "fp8"]) == 0
     assert "keys and values in fp8_e4m3" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="kernels on cuda are Triton's"):
-        inspect_model(MODEL, device="cuda", free_bytes=1 << 34, kv=KvCacheConfig(kv_cache_dtype="fp8"))
+    of_gpu = inspect_model(MODEL, device="cuda", free_bytes=1 << 34, kv=KvCacheConfig(kv_cache_dtype="fp8"))
+    assert (of_gpu["kv_cache_dtype"], of_gpu["block_bytes"]) == ("fp8_e4m3", block_bytes["fp8"])
 
 
 @pytest.mark.parametrize(("family", "wanted", "says"), [

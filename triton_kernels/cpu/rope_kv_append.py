@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from ..reference.rope_kv_append import stored
 from .rms_norm import rms_norm
 
 
@@ -79,6 +80,7 @@ def pool_rows(kv_pool):
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
+    key_scale=1.0, value_scale=1.0,
 ):
     """Norm and rotate queries and keys, then append keys and values. Returns the rotated queries.
 
@@ -94,7 +96,9 @@ def rope_kv_append(
     if cos_table is not None:
         step.rotate(rows[:, : heads + kv_heads], cos_table, sin_table)
     kept = slot_mapping >= 0
-    pool_rows(kv_pool).index_put_((step.kv_rows[kept],), rows[kept, heads:].to(kv_pool.dtype))
+    keys, values = rows[kept, heads:].chunk(2, 1)
+    pool_rows(kv_pool).index_put_((step.kv_rows[kept],), torch.cat([
+        stored(keys, key_scale, kv_pool.dtype), stored(values, value_scale, kv_pool.dtype)], 1))
     return (query if query_out is None else query_out).copy_(rows[:, :heads])
 
 

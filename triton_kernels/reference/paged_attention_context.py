@@ -6,8 +6,9 @@
 
 Shapes      query                    [T, HQ, D]   T packed tokens of C sequences, HQ query heads of size D; heads
                                                   contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads. It
-                                                        already contains the keys and values of the new tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads; in
+                                                        the dtype of the queries, or in e4m3 (torch.float8_e4m3fn).
+                                                        It already has the keys and values of the new tokens
             block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
                                                         without a visible key are not read: their blocks may belong
                                                         to another sequence.
@@ -29,6 +30,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
+            key_scale, value_scale: a pool in e4m3 stores keys and values divided by them and rounded, see fp8.py; the
+            result is that of the rounded numbers times their scales. 1 for a pool in another dtype.
             part_keys, num_partials: ignored by the oracle.
 Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
 Returns     out.
@@ -41,7 +44,7 @@ import torch
 def paged_attention_context(
     query, kv_pool, block_table, cu_seqlens, kv_lengths, work_list, scale, window=None, slots=None, out=None, sink=0,
     part_keys=None, softcap=None, alibi_slopes=None, alibi_bfloat16_factor=None, sink_logits=None,
-    part_starts=None, merged_rows=None, num_partials=0,
+    part_starts=None, merged_rows=None, num_partials=0, key_scale=1.0, value_scale=1.0,
 ):
     """Attend from several tokens per sequence. See the module docstring for shapes."""
     num_heads, head_size = query.shape[1:]
@@ -66,7 +69,7 @@ def paged_attention_context(
         visible = visible[:, position]
 
         for head in range(num_heads):
-            scores = scale * query[begin:end, head].to(wide) @ keys[head // group].T
+            scores = scale * key_scale * query[begin:end, head].to(wide) @ keys[head // group].T
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if alibi_slopes is not None:
@@ -75,7 +78,8 @@ def paged_attention_context(
             scores = scores.masked_fill(~visible, -torch.inf)
             if sink_logits is not None:
                 scores = torch.cat([scores, sink_logits[head].to(wide).expand(len(scores), 1)], 1)
-            out[begin:end, head] = (scores.softmax(-1)[:, : len(position)] @ values[head // group]).to(out.dtype)
+            out[begin:end, head] = (value_scale * scores.softmax(-1)[:, : len(position)] @ values[head // group]
+                                    ).to(out.dtype)
     return out
 
 

@@ -11,7 +11,8 @@
 
 Shapes      query                    [S, HQ, D]   S sequences, HQ = G * HK query heads of size D; heads contiguous
             key, value               [S, HK, D]   likewise; the three may be views of one packed tensor
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens; in the dtype of the
+                                                        queries, or in e4m3 (torch.float8_e4m3fn)
             block_table              [rows, max_blocks] int32   pages of each sequence in order, including the newest
                                                         token's. Entries of pages without a visible key are not read:
                                                         their blocks may belong to another sequence.
@@ -37,6 +38,8 @@ Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on t
             sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
             without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
             pool. It is not rotated again when tokens between it and the query leave the window.
+            key_scale, value_scale: a pool in e4m3 stores keys and values divided by them and rounded, see fp8.py; the
+            result is that of the rounded numbers times their scales. 1 for a pool in another dtype.
             The partition of the work list affects only the last bits of the result.
 Mutates     kv_pool, at the newest position of each sequence, and out. A row of length 0 does not write to the pool;
             its output is zero.
@@ -55,6 +58,7 @@ def paged_attention_decode(
     query, key, value, kv_pool, block_table, kv_lengths, work_list, part_starts, scale, window=None, slots=None,
     out=None, sink=0, softcap=None, cos_table=None, sin_table=None, alibi_slopes=None, alibi_bfloat16_factor=None,
     sink_logits=None, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0, counters=None,
+    key_scale=1.0, value_scale=1.0,
 ):
     """Append the newest token of each sequence to its pages, and attend over the pages.
 
@@ -72,7 +76,7 @@ def paged_attention_decode(
     pool_slots = torch.where(kv_lengths > 0, block * tokens_per_block + newest % tokens_per_block, -1)
     query = rope_kv_append(query, key, value, kv_pool, pool_slots, newest, cos_table, sin_table,
                            query_out=torch.empty_like(query), query_norm=query_norm, key_norm=key_norm,
-                           epsilon=epsilon, weight_offset=weight_offset)
+                           epsilon=epsilon, weight_offset=weight_offset, key_scale=key_scale, value_scale=value_scale)
     for sequence, row in enumerate(rows):
         kv_length = int(kv_lengths[sequence])
         if kv_length == 0:
@@ -85,7 +89,7 @@ def paged_attention_decode(
         keys, values = (kv_pool[block, kind, :, offset].to(wide).transpose(0, 1) for kind in (0, 1))    # [HK, keys, D]
 
         heads = query[sequence].to(wide).reshape(num_kv_heads, group, head_size)
-        scores = scale * heads @ keys.transpose(1, 2)
+        scores = scale * key_scale * heads @ keys.transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if alibi_slopes is not None:
@@ -95,5 +99,5 @@ def paged_attention_decode(
         if sink_logits is not None:
             scores = torch.cat([scores, sink_logits.to(wide).view(num_kv_heads, group, 1)], 2)
         weights = scores.softmax(-1)[..., : len(position)]
-        out[sequence] = (weights @ values).reshape(num_heads, head_size).to(out.dtype)
+        out[sequence] = (value_scale * weights @ values).reshape(num_heads, head_size).to(out.dtype)
     return out

@@ -10,13 +10,16 @@ Shapes      query                    [T, HQ, D]   T packed tokens, HQ query head
                                                   stride
             key, value               [T, HK, D]   HK key heads; strides as for query. All three may be views of one
                                                   packed tensor
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens
+            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens; in the dtype of the
+                                                        keys, or in e4m3 (torch.float8_e4m3fn)
             slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
             positions                [T] int32 or int64   a valid position for every row, padding included
             cos_table, sin_table     [positions, R / 2] float32   None: no rotation
             query_out                [T, HQ, D]   None: change the queries in place
             query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
 Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
+            key_scale, value_scale: a pool in e4m3 stores keys and values, in their dtype, divided by them and
+            rounded, see fp8.py; 1 for a pool in another dtype
 Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
 Returns     the rotated queries.
 """
@@ -36,9 +39,19 @@ def _rotate(rows, positions, cos_table, sin_table):
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def stored(rows, scale, dtype):
+    """Return `rows` divided by `scale`, at least in float32, in the dtype of a pool."""
+    if scale != 1.0:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32)) / scale
+    if dtype == torch.float8_e4m3fn:
+        rows = rows.clamp(-448.0, 448.0)                   # without it, torch turns larger numbers into NaN
+    return rows.to(dtype)
+
+
 def rope_kv_append(
     query, key, value, kv_pool, slot_mapping, positions=None, cos_table=None, sin_table=None, query_out=None,
     deterministic=False, query_norm=None, key_norm=None, epsilon=0.0, weight_offset=0.0,
+    key_scale=1.0, value_scale=1.0,
 ):
     """Norm and rotate queries and keys, then append keys and values. See the module docstring for shapes."""
     if query_out is None:
@@ -57,6 +70,6 @@ def rope_kv_append(
     tokens_per_block = kv_pool.shape[3]
     kept = slot_mapping >= 0
     block, offset = slot_mapping[kept] // tokens_per_block, slot_mapping[kept] % tokens_per_block
-    kv_pool[block, 0, :, offset] = key[kept].to(kv_pool.dtype)
-    kv_pool[block, 1, :, offset] = value[kept].to(kv_pool.dtype)
+    kv_pool[block, 0, :, offset] = stored(key[kept].to(value.dtype), key_scale, kv_pool.dtype)
+    kv_pool[block, 1, :, offset] = stored(value[kept], value_scale, kv_pool.dtype)
     return query_out

@@ -133,9 +133,6 @@ OBSTACLES: Mapping[str, tuple[Sequence[str], Callable[[Asked], str]]] = {
         "TrtGptModelType.V1 pads steps to their static batch" if asked.layout is packing.padded else "")),
     "not V1": (["padded"], lambda asked: (
         "" if asked.layout is packing.padded else "TrtGptModelType.V1 alone pads steps")),
-    "FP8 cache": (["graph", "fused", "fixed"], lambda asked: (
-        "" if asked.params.kv_cache_config.kv_cache_dtype == "auto" else
-        f"kv_cache_dtype is {asked.params.kv_cache_config.kv_cache_dtype!r}")),
     "block size": (["compiled"], _block_size),
     "no compiler": (["compiled"], _no_compiler),
 }

@@ -153,6 +153,13 @@ def _decode(bench: Bench) -> float:
     return sequences.decode_error(sequences.decode())
 
 
+def _with_fp8_cache(bench: Bench) -> float:
+    sequences = PagedSequences(bench, bench.pick(Heads(8, 4, 128), Heads(1, 2, 16)),
+                               bench.pick(np.array([30000, 700, 20]), np.array([40, 3])),
+                               tokens_per_block=bench.pick(64, 16), cached=torch.float8_e4m3fn)
+    return max(sequences.decode_error(sequences.decode()), sequences.context_error(sequences.context()))
+
+
 def _decode_in_parts(bench: Bench) -> float:
     lengths = bench.pick(np.array([30000, 700, 1]), np.array([16 * 6, 3]))
     sequences = PagedSequences(bench, bench.pick(Heads(3, 3, 64), Heads(1, 2, 16)), lengths,
@@ -320,6 +327,7 @@ CHECKS: dict[str, Callable[[Bench], float]] = {
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
     "fused_linear": _fused_linear, "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
+    "paged_attention_decode and context over e4m3": _with_fp8_cache,
     "paged_attention_merge": _merge, "paged_attention_context": _context,
     "paged_attention_context in parts": _context_in_parts,
     "paged_attention_context in fixed parts": _context_in_fixed_parts, "sample_token": _sample_token,

@@ -47,6 +47,7 @@ class PagedSequences:
 
     lengths        [S] number of keys of each sequence
     new_tokens     number of query tokens of each sequence, which are its last tokens; 1: a generation step
+    cached         dtype of keys and values in the pool; None: that of the queries
 
     query, key, value   random outputs of the QKV projection for the query tokens
     rotated             `query` after rotation; exists only for a generation step
@@ -55,11 +56,12 @@ class PagedSequences:
     """
 
     def __init__(self, bench: Bench, heads: Heads, lengths: np.ndarray, new_tokens: int = 1,
-                 tokens_per_block: int = 64) -> None:
+                 tokens_per_block: int = 64, cached: torch.dtype | None = None) -> None:
         self.heads, self.lengths, self.new_tokens = heads, np.asarray(lengths, np.int64), new_tokens
         pages = -(-self.lengths // tokens_per_block)
         num_blocks = int(pages.sum())
         self.pool = bench.normal(num_blocks, LAYERS, 2, heads.kv, tokens_per_block, heads.size)
+        self.pool = self.pool.to(cached or self.pool.dtype)
         order = np.random.default_rng(num_blocks).permutation(num_blocks)
         table = np.zeros((len(pages), int(pages.max())), np.int32)
         starts = pages.cumsum() - pages
@@ -117,7 +119,7 @@ class PagedSequences:
         block, size = self.pool.shape[4:]
         if resident_programs is None:
             resident_programs = decode_settings(
-                size, block, self.pool.element_size(), device_limits()).resident_programs
+                size, block, self.query.element_size(), device_limits()).resident_programs
         work_list, part_starts = decode_work_list(
             self.lengths, block, self.heads.kv, resident_programs, pages_per_part=pages_per_part)
         work = torch.from_numpy(work_list).to(self.query.device)
@@ -136,8 +138,8 @@ class PagedSequences:
         """
         block, size = self.pool.shape[4:]
         rows = tile_rows or (UNIFORM_ROWS if part_keys else
-                             context_tile_rows(self.heads.size, self.pool.element_size()))
-        heads = context_heads(self.heads.query, self.heads.kv, size, self.pool.element_size(), block,
+                             context_tile_rows(self.heads.size, self.query.element_size()))
+        heads = context_heads(self.heads.query, self.heads.kv, size, self.query.element_size(), block,
                               device_limits(), part_keys)
         work_list, part_starts, merged_rows = (torch.from_numpy(array).to(self.query.device) for array in (
             context_work_list(np.full(len(self.lengths), self.new_tokens), self.lengths, rows, heads=heads,
