@@ -32,7 +32,8 @@ KERNELS = {
 # Known and small; anything more is a regression.
 KNOWN_STACK_BYTES = {("sm_100", "decode D256 softcap window"): 8, ("sm_90", "decode D256 G2 norms window"): 8,
                      ("sm_100", "decode D256 G2 norms window"): 8,
-                     ("sm_90", "decode D128 G4 fp8"): 8}
+                     ("sm_90", "decode D128 G4 fp8"): 8,
+                     ("sm_90", "context D128 slopes sink logits fixed parts"): 8}
 
 
 @pytest.fixture(scope="module")
