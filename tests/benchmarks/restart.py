@@ -43,47 +43,70 @@ KINDS = ("no directory", "saves", "after a restart")
 
 
 class Engine:
-    """An engine for one request at a time."""
+    """An engine with random weights, and the times at which the tokens of each request came.
 
-    def __init__(self, model: str, options: argparse.Namespace, **cache: Any) -> None:
+    longest, most   tokens of a sequence, and number of requests at a time
+    cache           further options of KvCacheConfig
+    """
+
+    def __init__(self, model: str, options: argparse.Namespace, longest: int, most: int, **cache: Any) -> None:
         self._pending: list[InferenceRequest] = []
-        self._first, self._final = threading.Event(), threading.Event()
-        self._error, self.records = "", list[str]()
+        self.times: dict[int, list[float]] = {}
+        self._left, self._all_ended, self.records = 0, threading.Event(), list[str]()
         self.manager = GptManager(
             model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, self._get, self._send,
             None, self.records.append, TrtGptModelOptionalParams(
-                device="cpu", dtype=options.dtype, load_format="dummy", num_threads=options.threads, max_batch_size=4,
-                max_num_tokens=CHUNK, max_seq_len=options.tokens + 64, enable_chunked_context=True,
+                device="cpu", dtype=options.dtype, load_format="dummy", num_threads=options.threads,
+                max_batch_size=most, max_num_tokens=CHUNK, max_seq_len=longest, enable_chunked_context=True,
                 flush_stats_when_idle=True, kv_cache_config=KvCacheConfig(
-                    enable_block_reuse=True, tokens_per_block=BLOCK, max_tokens=2 * options.tokens + 1024, **cache)))
+                    enable_block_reuse=True, tokens_per_block=BLOCK, max_tokens=2 * most * longest, **cache)))
 
     def _get(self, most: int) -> list[InferenceRequest]:
         taken, self._pending = self._pending, []
         return taken
 
     def _send(self, request_id: int, tensors: Any, final: bool, error: str) -> None:
-        self._error = error
-        self._first.set()
+        assert not error, error
+        self.times[request_id].append(perf_counter())
         if final:
-            self._final.set()
+            self._left -= 1
+            if not self._left:
+                self._all_ended.set()
 
-    def first_token_s(self, request_id: int, prompt: list[int]) -> float:
-        """Answer a prompt. Returns the seconds until its first token."""
-        self._first.clear()
-        self._final.clear()
-        began = perf_counter()
-        self._pending = [InferenceRequest(request_id, {"input_ids": prompt, "request_output_len": 2},
-                                          is_streaming=True)]
+    def ask(self, first_id: int, prompts: list[list[int]], count: int) -> None:
+        self._left += len(prompts)
+        self._all_ended.clear()
+        self.times |= {first_id + number: [] for number in range(len(prompts))}
+        self._pending = [*self._pending, *(
+            InferenceRequest(first_id + number, {"input_ids": prompt, "request_output_len": count}, is_streaming=True)
+            for number, prompt in enumerate(prompts))]
         self.manager.notify()
-        assert self._first.wait(LONGEST_WAIT_S)
-        took = perf_counter() - began
-        assert self._final.wait(LONGEST_WAIT_S) and not self._error, self._error
-        return took
+
+    def wait(self) -> None:
+        assert self._all_ended.wait(LONGEST_WAIT_S)
 
     def end(self) -> dict[str, Any]:
-        """Shut down. Returns the last statistics."""
+        """Shut down, which saves what is left. Returns the last statistics."""
         assert self.manager.shutdown(timeout=LONGEST_WAIT_S)
         return json.loads(self.records[-1])
+
+
+def on_disk(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    return {"disk_cache_path": path, "disk_cache_size": 1 << 34, "host_cache_size": options.host_bytes}
+
+
+def write_config(folder: str, shape: str) -> None:
+    Path(folder, "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", **SHAPES[shape]}))
+
+
+def first_token_s(engine: Engine, request_id: int, prompt: list[int]) -> float:
+    """Answer a prompt. Returns the seconds until its first token."""
+    began = perf_counter()
+    engine.ask(request_id, [prompt], 2)
+    engine.wait()
+    return engine.times[request_id][0] - began
 
 
 def measure(options: argparse.Namespace, note: Callable[[str], None] = lambda line: None) -> dict[str, list[float]]:
@@ -92,18 +115,14 @@ def measure(options: argparse.Namespace, note: Callable[[str], None] = lambda li
     draw = np.random.default_rng(0)
     vocab = SHAPES[options.shape]["vocab_size"]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps({
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5, "hidden_act": "silu", **SHAPES[options.shape]}))
+        write_config(folder, options.shape)
         for number in range(options.rounds):
             warm, prompt = (draw.integers(0, vocab, count).tolist() for count in (CHUNK, options.tokens))
             for kind in KINDS:
-                cache = {} if kind == KINDS[0] else {
-                    "disk_cache_path": Path(folder, f"cache {number}"), "disk_cache_size": 1 << 34,
-                    "host_cache_size": options.host_bytes}
-                engine = Engine(folder, options, **cache)
-                engine.first_token_s(1, [*warm[:-1], len(kind)])
-                seconds[kind].append(engine.first_token_s(2, prompt))
+                cache = {} if kind == KINDS[0] else on_disk(Path(folder, f"cache {number}"), options)
+                engine = Engine(folder, options, options.tokens + BLOCK, 2, **cache)
+                first_token_s(engine, 1, [*warm[:-1], len(kind)])
+                seconds[kind].append(first_token_s(engine, 2, prompt))
                 figures = engine.end()
                 assert kind != KINDS[2] or figures["Store Loaded Blocks"] >= (options.tokens - 1) // BLOCK
             note("  ".join(f"{kind} {times[-1]:.3f} s" for kind, times in seconds.items()))
