@@ -172,7 +172,8 @@ def _arguments_of_draft_model(arguments: EngineArguments, config: SpeculativeCon
             entries, beside = (spec.num_layers * spec.num_kv_heads * spec.head_size for spec in (own, model))
             share = entries / (entries + beside)
     return replace(arguments, model_path=config.model, max_beam_width=1, max_draft_tokens=0, optional_params=replace(
-        params, quantization=config.quantization, max_seq_len=min(filter(None, lengths)), deterministic=False,
+        params, quantization=config.quantization, quantized_activations=None,
+        max_seq_len=min(filter(None, lengths)), deterministic=False,
         model_implementation="auto", run_ahead=False, enable_trt_overlap=False, speculative_config=None,
         peft_cache_config=None, kv_transfer_config=None, parallel_config=None,
         cuda_graphs=params.cuda_graphs and None, cpu_compile=params.cpu_compile and None,    # True is the model's alone

@@ -31,6 +31,7 @@ class EngineInfo:
                       "cuda_graphs is False"; "" if they are, and if a custom backend does not state it
     absent            name of each form of a step that the engine lacks -> the reason, see docs/steps.md
     kv_cache_dtype    of keys and values in the KV cache, by name: "bfloat16", "fp8_e4m3"
+    quantized_activations   "int8" if quantised weights are multiplied with rounded numbers; "" if not
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class EngineInfo:
     not_captured: str = ""
     absent: Mapping[str, str] = field(default_factory=dict, hash=False)
     kv_cache_dtype: str = ""
+    quantized_activations: str = ""
 
     @classmethod
     def of(cls, limits: Limits, backend: BackendInfo) -> "EngineInfo":
@@ -60,5 +62,5 @@ class EngineInfo:
             max_num_tokens=limits.max_num_tokens, max_beam_width=limits.max_beam_width, num_blocks=limits.num_blocks,
             tokens_per_block=limits.tokens_per_block, device=backend.device, dtype=backend.dtype,
             dispatch=backend.dispatch, not_compiled=backend.not_compiled, not_captured=backend.not_captured,
-            absent=dict(backend.absent),
+            absent=dict(backend.absent), quantized_activations=backend.quantized_activations,
             kv_cache_dtype=backend.dtype if backend.kv_cache_dtype == "auto" else backend.kv_cache_dtype)

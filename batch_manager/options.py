@@ -146,6 +146,10 @@ def plan_engine(arguments: EngineArguments, parts: Parts, backend: ModelBackend)
         raise ConfigError(f"KvCacheConfig.kv_cache_dtype is {kv.kv_cache_dtype!r}",
                           f"the backend of type {type(backend).__name__} states {info.kv_cache_dtype!r}",
                           "state it as BackendInfo.kv_cache_dtype, or leave kv_cache_dtype out")
+    if params.quantized_activations not in (None, info.quantized_activations):
+        raise ConfigError(f"quantized_activations is {params.quantized_activations!r}",
+                          f"the backend of type {type(backend).__name__} states {info.quantized_activations!r}",
+                          "state it as BackendInfo.quantized_activations, or leave quantized_activations out")
     has_store = _has_store(params, kv, parts, backend)
     adapters = None
     if params.peft_cache_config is not None:
@@ -294,6 +298,8 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
              "leave Parts.block_store out"),
             ("quantization is set", params.quantization is not None, "each rank reads its part of a matrix as numbers",
              "leave quantization out"),
+            ("quantized_activations is set", params.quantized_activations is not None,
+             "each rank reads its part of a matrix as numbers", "leave quantized_activations out"),
             ("cuda_graphs is True", params.cuda_graphs, packed, "leave cuda_graphs out"),
             ("model_implementation is 'transformers'", params.model_implementation == "transformers", whole,
              "leave model_implementation out"),

@@ -43,6 +43,7 @@ class BackendInfo:
     max_adapter_size      largest rank of a LoRA adapter; 0: the backend has no adapters
     adapter_pages         pages on the device for adapters, each for one rank of all `adapter_modules`
     adapter_modules       the projections that adapters may change; None: the backend has no adapters
+    quantized_activations   "int8" if quantised weights are multiplied with rounded numbers; "" if not
 
     Raises ConfigError for a value of the wrong type or out of range.
     """
@@ -73,6 +74,7 @@ class BackendInfo:
     adapter_pages: int = 0
     adapter_modules: AdapterModules | None = field(default=None, hash=False)
     kv_cache_dtype: str = "auto"
+    quantized_activations: str = ""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots"):

@@ -93,6 +93,7 @@ class LayerContext:
     compiled_step   on a CPU, store matrices in the layout of the compiled step, which runs a recorded forward in one
                     call; see recording.py
     quantization    how `Linear` quantises matrices of numbers, a key of QUANTIZATIONS in weight_form.py; None: not
+    quantized_activations   "int8": products with quantised matrices round their input to 8 bits; None: they do not
 
     The next fields are ports. A layer asks them once, in its constructor.
 
@@ -107,6 +108,7 @@ class LayerContext:
     deterministic: bool = False
     compiled_step: bool = False
     quantization: str | None = None
+    quantized_activations: str | None = None
     split: Split = ONE_PROCESS
     kv_copies: int = 1
     weight_form: WeightForms | None = None

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..triton_kernels.cpu.fixed_pieces import elementwise
-from ..triton_kernels.cpu.native.matrix import PanelMatrix, QuantisedMatrix
+from ..triton_kernels.cpu.native.matrix import PanelMatrix
 from ..weights.matrices import WHOLE_MATRIX, Blocks, Dense, Share, StoredMatrix
 from ..weights.source import Weights
 from .context import LayerContext
@@ -142,7 +142,7 @@ def _form_of_head(weights: Weights, context: LayerContext, name: str, rows: int,
             stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight, added)
     scaled = added if scale is None or added is None else added * scale
     if tied_to is not None and tied_to.matrix is not None:
-        return form_of(QuantisedMatrix(tied_to.matrix.panels, context.dtype, scaled, scale or 1.0)), None
+        return form_of(tied_to.matrix.panels, context, scaled, scale or 1.0), None
     if scale is not None and isinstance(stored, Blocks):
         return make_weight_form(replace(stored, bias=scaled, factor=scale), context), None
     # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.

@@ -269,7 +269,7 @@ class Recording:
         key = (rows.register, rows.column, rows.width)
         if key not in self.prepared:
             self.prepared[key] = to = self.register(matrix.prepared_entries, self.several.get(rows.register, 0))
-            self.add(PREPARE, [rows, to], [rows.width])
+            self.add(PREPARE, [rows, to], [rows.width, int(matrix.has_byte_rows)])
         return self.prepared[key]
 
     def _written(self, rows: Rows) -> None:

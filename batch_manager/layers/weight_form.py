@@ -137,12 +137,11 @@ def _in_panels(stored: Dense, context: LayerContext) -> WeightForm | None:
 
 def _in_blocks(stored: Blocks, context: LayerContext) -> WeightForm:
     """Return the form of a matrix that keeps the blocks of its file, for compiled code."""
-    matrix = QuantisedMatrix(QuantisedPanels(stored.types, stored.in_size, stored.read()), context.dtype, stored.bias,
-                             stored.factor)
-    return form_of(matrix)
+    return form_of(QuantisedPanels(stored.types, stored.in_size, stored.read()), context, stored.bias, stored.factor)
 
 
-def form_of(matrix: QuantisedMatrix) -> WeightForm:
+def form_of(panels: QuantisedPanels, context: LayerContext, bias: torch.Tensor | None, factor: float) -> WeightForm:
+    matrix = QuantisedMatrix(panels, context.dtype, bias, factor, context.quantized_activations is not None)
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=True, matrix=matrix)
 
 

@@ -1,7 +1,7 @@
 """Loads a checkpoint with the model class of its architecture."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,8 @@ from .registry import Model, causal_class_of, find_model, is_shipped, known_arch
 from .spec import ModelSpec
 from .spec_reading import check_spec, refuse_code, refuse_unread_fields
 
+PLAIN_TYPES = ("F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -33,6 +35,7 @@ class LoadedModel:
     weight_bytes     total size of the weights and of the copies of weights that layers keep for speed
     end_ids          tokens of the vocabulary that end a sequence, from the checkpoint
     implementation   "native" or "transformers", as for `load_model`
+    quantized_activations   as for `load_model`
     """
 
     spec: ModelSpec
@@ -43,6 +46,7 @@ class LoadedModel:
     deterministic: bool = False
     end_ids: tuple[int, ...] = ()
     implementation: str = NATIVE
+    quantized_activations: str | None = None
 
 
 def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> ModelSpec:
@@ -56,8 +60,8 @@ def read_spec(path: str | os.PathLike, model_implementation: str = "auto") -> Mo
 def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: torch.dtype | str = "auto",
                load_format: str = "auto", seed: int = 0, deterministic: bool = False, compiled_step: bool = False,
                free_bytes: int | None = None, model_implementation: str = "auto", stage: Stage = WHOLE,
-               split: Split = ONE_PROCESS, adapters: AdapterPort | None = None, quantization: str | None = None
-               ) -> LoadedModel:
+               split: Split = ONE_PROCESS, adapters: AdapterPort | None = None, quantization: str | None = None,
+               quantized_activations: str | None = None) -> LoadedModel:
     """Load the model of the checkpoint at `path`, a stage of it, or the share of one process.
 
     dtype           a torch dtype or its name; "auto": on a GPU the checkpoint's dtype, or float32 if it
@@ -76,6 +80,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     adapters        the port that `Linear` layers ask for their adapters; None: no adapters
     quantization    "int8" or "int4": quantise the matrices of `Linear` layers, for compiled steps; ConfigError without
                     `compiled_step`, or if the files are quantised. None: as they are stored
+    quantized_activations   "int8": products with quantised matrices round their input to 8 bits; ConfigError without
+                            `compiled_step`, or if no matrix is quantised. None: they do not
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
                            UnsupportedModelError; InsufficientMemoryError
     """
@@ -115,12 +121,12 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
         return model_class(spec, weights, context, *(() if stage == WHOLE else (stage,)))
 
     context = LayerContext(device=device, dtype=dtype, deterministic=deterministic, compiled_step=compiled_step,
-                           quantization=quantization, split=split, kv_copies=spec.kv_copies, adapters=adapters)
-    if quantization is not None:
-        refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation)
+                           quantization=quantization, quantized_activations=quantized_activations, split=split,
+                           kv_copies=spec.kv_copies, adapters=adapters)
     # A class of someone else's may ask for tensors one by one, which are converted.
     is_own = implementation == NATIVE and is_shipped(spec.architecture, model_class)
     kept = types_kept(context) if is_own else ()
+    refuse_to_quantise(context, checkpoint if load_format == "auto" else None, implementation, kept)
     try:
         with torch.inference_mode():
             if load_format == "dummy":
@@ -140,7 +146,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                     weights.finish(model.harmless_tensors)
                 else:                                  # the stage did not request the tensors of other stages
                     check_tensors(checkpoint, model_class, spec, dtype, split)
-            return LoadedModel(local, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation)
+            return LoadedModel(local, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation,
+                               quantized_activations)
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise
@@ -157,24 +164,38 @@ def _with_cache_scales(spec: ModelSpec, weights: StoredWeights, model_class: typ
                                          for layer, (key, value) in zip(spec.attention, scales, strict=True)))
 
 
-def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str) -> None:
-    """Raise ConfigError if the matrices cannot be quantised as `context` says. checkpoint: None for random weights."""
-    fact, reason = f"quantization is {context.quantization!r}", ""
+def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, implementation: str,
+                       kept: Collection[str]) -> None:
+    """Raise ConfigError if matrices, or what they are multiplied with, cannot be quantised as `context` says.
+
+    checkpoint   None for random weights
+    kept         types of quantised blocks that the model keeps
+    """
+    name = "quantization" if context.quantization is not None else "quantized_activations"
+    fact, reason, way_out = f"{name} is {getattr(context, name)!r}", "", f"leave {name} out"
+    if getattr(context, name) is None:
+        return
     if not types_kept(context):
         reason = f"steps are not compiled, on {context.device} in {context.dtype}".replace("torch.", "")
     elif implementation == TRANSFORMERS:
         reason = "the transformers library computes the model"
     if reason:
         raise ConfigError(f"{fact}, but {reason}", "expected compiled steps on a CPU, whose products alone read "
-                          "quantised weights", "leave quantization out")
+                          "quantised weights", way_out)
+    found: list[str] = []
     if checkpoint is not None:
         source = checkpoint.weights(torch.device("meta"), context.dtype)
-        found = [kind for kind in source.stored_types if kind not in ("F32", "F16", "BF16")]
+        found = [kind for kind in source.stored_types if kind not in PLAIN_TYPES]
         with suppress(ModelLoadError):                 # closes the files; it raises because no tensor was requested
             source.finish()
-        if found:
+        if found and context.quantization is not None:
             raise ConfigError(f"{fact}, and {checkpoint.path} has tensors of type {', '.join(map(shown, found))}",
-                              "expected weights in F32, F16 and BF16", "leave quantization out")
+                              f"expected weights in {', '.join(PLAIN_TYPES[:-1])} and {PLAIN_TYPES[-1]}", way_out)
+    if context.quantization is None and not any(kind in kept for kind in found):
+        of = "of random numbers" if checkpoint is None else f"of {checkpoint.path}"
+        raise ConfigError(f"{fact}, and no weights {of} are kept quantised",
+                          "expected quantised weights, whose products alone round what they multiply",
+                          f"set quantization, or {way_out}")
 
 
 def _most_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None) -> int:

@@ -21,6 +21,7 @@ from ..decoding.slots import SlotState
 from ..errors import ConfigError, DeviceLostError, InsufficientMemoryError, counted, type_name
 from ..handover import AdapterLoad
 from ..layers.context import LayerContext
+from ..layers.weight_form import types_kept
 from ..models.loading import LoadedModel, load_model, read_spec, refuse_to_quantise
 from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
@@ -89,8 +90,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                   1 if part is None else part.place.num_ranks)
     refuse_fp8_cache(asked)
     absent = wanted_forms(asked)
-    if params.quantization is not None:
-        refuse_without_compiled_steps(params.quantization, absent)
+    refuse_without_compiled_steps(params, absent)
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
     kv = params.kv_cache_config
@@ -102,8 +102,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     sizes = _sizes(params, loaded, layout, num_slots, max_beam_width, max_draft_tokens, "graph" not in absent)
     windows, sink, spec = _windows(model_path, params, loaded.spec, sizes.max_seq_len, part)
     memory = divide_memory(params, loaded, sizes, sink, port, part)
-    log.info("%s model %s, weights of %s bytes on %s; %s", loaded.implementation, spec.architecture,
-             f"{loaded.weight_bytes:,}", device_name(device), memory.reason)
+    log.info("%s model %s, weights of %s bytes on %s%s; %s", loaded.implementation, spec.architecture,
+             f"{loaded.weight_bytes:,}", device_name(device), "" if params.quantized_activations is None else
+             f", multiplied with activations in {params.quantized_activations}", memory.reason)
     refuse_too_many_slots(num_slots, free_memory(torch.device("cpu")))
 
     stream = make_stream(device)
@@ -188,7 +189,7 @@ def make_info(parts: DeviceParts, loaded: LoadedModel, dispatch: str, absent: Ma
         tokens_per_block=parts.tokens_per_block, num_slots=parts.num_slots, dispatch=dispatch,
         hidden_size=loaded.spec.hidden_size, device=device_name(device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        kv_cache_dtype=kv_cache_dtype_of(parts.pool.dtype),
+        kv_cache_dtype=kv_cache_dtype_of(parts.pool.dtype), quantized_activations=loaded.quantized_activations or "",
         attention_window=None if None in windows else max(windows), sink_tokens=sink_tokens,
         host_blocks=len(parts.host_pool), is_asynchronous=device.type != "cpu", copies_blocks=True,
         max_draft_tokens=MAX_DRAFT_TOKENS,
@@ -225,6 +226,7 @@ def _load(model_path: str | os.PathLike, params: TrtGptModelOptionalParams, devi
                             deterministic=params.deterministic, compiled_step=compiled,
                             free_bytes=free_memory(device), model_implementation=params.model_implementation,
                             adapters=adapters, quantization=params.quantization,
+                            quantized_activations=params.quantized_activations,
                             **({} if part is None else {"split": part.exchange, "stage": part.stage}))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -315,19 +317,26 @@ def refuse_fp8_cache(asked: Asked) -> None:
                           "expected an attention of this package, which alone reads FP8", "leave kv_cache_dtype out")
 
 
-def refuse_without_compiled_steps(quantization: str, absent: Mapping[str, str]) -> None:
-    """Raise ConfigError if the compiled form, whose products read quantised weights, is in `absent`."""
-    if "compiled" in absent:
-        raise ConfigError(f"quantization is {quantization!r}, but {absent['compiled']}",
-                          "expected compiled steps on a CPU, whose products alone read quantised weights",
-                          "leave quantization out")
+def refuse_without_compiled_steps(params: TrtGptModelOptionalParams, absent: Mapping[str, str]) -> None:
+    """Raise ConfigError if the compiled form, whose products read quantised weights, is in `absent` and wanted."""
+    for name in ("quantization", "quantized_activations"):
+        if getattr(params, name) is not None and "compiled" in absent:
+            raise ConfigError(f"{name} is {getattr(params, name)!r}, but {absent['compiled']}",
+                              "expected compiled steps on a CPU, whose products alone read quantised weights",
+                              f"leave {name} out")
 
 
-def refuse_quantization(asked: Asked, checkpoint: Checkpoint, dtype: torch.dtype, implementation: str) -> None:
-    """Raise the ConfigError of an engine that cannot quantise the matrices of `checkpoint` as `asked.params` says."""
-    refuse_without_compiled_steps(asked.params.quantization, wanted_forms(asked))
-    refuse_to_quantise(LayerContext(device=asked.device, dtype=dtype, compiled_step=True,
-                                    quantization=asked.params.quantization), checkpoint, implementation)
+def refuse_quantization(asked: Asked, checkpoint: Checkpoint, dtype: torch.dtype, implementation: str,
+                        is_shipped: bool) -> None:
+    """Raise the ConfigError of an engine that cannot quantise matrices, or what they multiply, as `asked.params` says.
+
+    is_shipped   whether the model class is one of this package
+    """
+    refuse_without_compiled_steps(asked.params, wanted_forms(asked))
+    context = LayerContext(device=asked.device, dtype=dtype, compiled_step=True,
+                           quantization=asked.params.quantization,
+                           quantized_activations=asked.params.quantized_activations)
+    refuse_to_quantise(context, checkpoint, implementation, types_kept(context) if is_shipped else ())
 
 
 def refuse_nondeterministic_parts(device: torch.device, attention_factory: Callable[..., Attention] | None) -> None:

@@ -29,6 +29,8 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
              params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
     if params.quantization is not None:
         facts.append(params.quantization)
+    if params.quantized_activations is not None:
+        facts.append(("activations", params.quantized_activations))
     if kv.kv_cache_dtype != "auto":
         facts += [kv.kv_cache_dtype, [(layer.key_scale, layer.value_scale) for layer in loaded.spec.attention]]
     if params.deterministic:

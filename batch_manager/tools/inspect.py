@@ -50,8 +50,9 @@ OPTION_OF = {"KvCacheConfig.max_tokens": "--max-tokens-in-paged-kvcache", "max_n
              "KvCacheConfig.free_gpu_memory_fraction": "--kv-cache-free-gpu-mem-fraction",
              "max_batch_size": "--max-batch-size", "max_seq_len": "--max-seq-len",
              "model_implementation": "--model-implementation", "quantization": "--quantization",
-             "kv_cache_dtype": "--kv-cache-dtype"}
-NAMED = ("device", "dtype", "max_seq_len", "model_implementation", "quantization", "max_batch_size", "max_num_tokens")
+             "quantized_activations": "--quantized-activations", "kv_cache_dtype": "--kv-cache-dtype"}
+NAMED = ("device", "dtype", "max_seq_len", "model_implementation", "quantization", "quantized_activations",
+         "max_batch_size", "max_num_tokens")
 PARAMETER = re.compile(rf"\b({'|'.join(map(re.escape, OPTION_OF))})\b")
 # Advice on parameters that are no options of this program, or that have another form here.
 REWORDED = (('device="cpu", and num_threads to limit its threads', "--device cpu"), ('device="cpu"', "--device cpu"),
@@ -61,11 +62,12 @@ STEPS = {"compiled": "C code compiled for this processor", "torch": "torch", "tr
 
 
 def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", max_seq_len: int | None = None,
-                  model_implementation: str = "auto", quantization: str | None = None, free_bytes: int | None = None,
+                  model_implementation: str = "auto", quantization: str | None = None,
+                  quantized_activations: str | None = None, free_bytes: int | None = None,
                   kv: KvCacheConfig | None = None, **sizes: int) -> dict[str, Any]:
     """Return the facts that `main` prints, as values for JSON. Sizes are in bytes, lengths in tokens.
 
-    quantization   as in an engine; every matrix of a layer counts as quantised
+    quantization   as in an engine, like the other options; every matrix of a layer counts as quantised
     free_bytes     free device memory in bytes before the weights are loaded; None: the memory that is free now. If it
                    is an integer, a GPU named by `device` need not exist on this machine
     kv             None: the default KvCacheConfig
@@ -75,7 +77,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     """
     kv = KvCacheConfig() if kv is None else kv
     params = TrtGptModelOptionalParams(device=device, dtype=dtype, max_seq_len=max_seq_len, kv_cache_config=kv,
-                                       model_implementation=model_implementation, quantization=quantization, **sizes)
+                                       model_implementation=model_implementation, quantization=quantization,
+                                       quantized_activations=quantized_activations, **sizes)
     if free_bytes is not None and free_bytes < 1:
         raise ConfigError(f"the free memory to plan for is {free_bytes:,} bytes", "expected at least 1 byte",
                           "state the device's free memory, or leave it out to use what is free on this machine")
@@ -96,8 +99,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     asked = Asked(params, target, packing.packed, with_triton)
     absent = wanted_forms(asked if is_native else asked._replace(params=replace(params, cpu_compile=False)))
     refuse_fp8_cache(asked)
-    if quantization is not None:
-        refuse_quantization(asked, checkpoint, resolved_dtype, implementation)
+    is_checked = is_native and is_shipped(spec.architecture, model_class)
+    refuse_quantization(asked, checkpoint, resolved_dtype, implementation, is_checked)
     context = LayerContext(device=target, dtype=resolved_dtype, compiled_step="compiled" not in absent)
     if not is_native:
         absent["compiled"] = f"{spec.architecture} runs through transformers"
@@ -106,7 +109,6 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
     obstacle = "" if with_triton else absent.get("compiled", "")
     steps = "triton" if with_triton else "torch" if obstacle else "compiled"
 
-    is_checked = is_native and is_shipped(spec.architecture, model_class)
     kept = types_kept(context)
     weights = checkpoint.weights(torch.device("cpu"), resolved_dtype, kept if is_checked else ())
     stored, stored_types = weights.num_weights, dict(weights.stored_types.most_common())
@@ -146,8 +148,8 @@ def inspect_model(path: str, *, device: str | None = None, dtype: str = "auto", 
         "layers_with_a_window": sum(layer.window is not None for layer in spec.attention),
         "vocab_size": spec.vocab_size, "end_ids": list(read_end_ids(checkpoint, spec.vocab_size)),
         "max_position_embeddings": spec.max_position_embeddings, "max_seq_len": longest,
-        "quantization": quantization, "num_weights": stored, "stored_types": stored_types,
-        "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
+        "quantization": quantization, "quantized_activations": quantized_activations, "num_weights": stored,
+        "stored_types": stored_types, "kept_types": [kind for kind in stored_types if is_checked and kind in kept],
         "weight_bytes": weight_bytes, "embedding_copy_bytes": copy_bytes, "free_bytes": free_bytes,
         "step_bytes": set_aside, "set_aside_bytes": plan.set_aside_bytes,
         "kv_cache_dtype": kv_cache_dtype_of(cached), "tokens_per_block": kv.tokens_per_block, "block_bytes": one_block,
@@ -168,6 +170,8 @@ def described(facts: dict[str, Any]) -> str:
         stored_as += f"; matrices in {' and '.join(facts['kept_types'])} keep the file's blocks"
     if facts["quantization"]:
         stored_as += f"; matrices of layers are quantised to {facts['quantization']}"
+    if kind := facts["quantized_activations"]:
+        stored_as += f"; quantised ones are multiplied with activations in {kind}"
     copied = f" and {size(copy)} for a copy of the embedding" if (copy := facts["embedding_copy_bytes"]) else ""
     lines = [
         facts["path"], "",
@@ -224,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
            default=KvCacheConfig().free_gpu_memory_fraction)
     shared("--model-implementation", shown="auto", default="auto")
     shared("--quantization", shown="as stored")
+    shared("--quantized-activations", shown="exact products")
     shared("--kv-cache-dtype", shown="auto", default="auto")
     parser.add_argument("--free-memory-bytes", type=int, metavar="N", help="free memory to plan for (what is free now)")
     shared("--report", "text or one line of JSON", "text", choices=("text", "json"), default="text")

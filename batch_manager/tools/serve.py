@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None, program: str = "batch-manager serve"
     parser.add_argument("--max-cpu-loras", type=at_least(1), metavar="N", help="and on the host (1 GiB)")
     add_shared(parser.add_argument, "--max-lora-rank", shown="64")
     for name in ("--max-batch-size", "--max-seq-len", "--num-threads", "--device", "--dtype", "--quantization",
-                 "--speculative-config", "--disk-cache-path", "--disk-cache-size", "--kv-cache-dtype"):
+                 "--quantized-activations", "--speculative-config", "--disk-cache-path", "--disk-cache-size",
+                 "--kv-cache-dtype"):
         add_shared(parser.add_argument, name)
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         add_shared(parser.add_argument, name, shown="1", default=1)

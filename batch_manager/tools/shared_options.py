@@ -14,6 +14,7 @@ from ..config import (
     MAX_RANKS,
     MODEL_IMPLEMENTATIONS,
     QUANTIZATIONS,
+    QUANTIZED_ACTIVATIONS,
     SpeculativeConfig,
 )
 from ..errors import ConfigError
@@ -82,6 +83,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--dtype": ("data type of weights and KV cache", {"choices": DTYPES}),
     "--model-implementation": ("implementation of the model", {"choices": MODEL_IMPLEMENTATIONS}),
     "--quantization": ("quantise the matrices of layers while they are loaded", {"choices": QUANTIZATIONS}),
+    "--quantized-activations": ("round what quantised weights are multiplied with: faster, and less exact", {
+        "choices": QUANTIZED_ACTIVATIONS}),
     "--kv-cache-dtype": ("data type of keys and values in the KV cache", {"choices": KV_CACHE_DTYPES}),
     "--num-threads": ("threads of a CPU backend", {"type": at_least(1), "metavar": "N"}),
     "--tensor-parallel-size": ("processes that share each layer; without a launcher, torchrun starts them", {

@@ -59,6 +59,7 @@ def batch_manager(path: str, options: argparse.Namespace) -> Iterator[Stamps]:
     blocks = most * -(-(options.input + options.output + 1) // 64)
     params = TrtGptModelOptionalParams(
         device="cpu", num_threads=options.threads, max_batch_size=most, dtype=options.dtype,
+        quantized_activations=options.quantized_activations or None,
         kv_cache_config=KvCacheConfig(max_tokens=64 * blocks, enable_block_reuse=False))
     with GptManager(path, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get,
                     client.send, optional_params=params):
@@ -211,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=48, help="tokens of each output")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto", help="of this engine")
+    parser.add_argument("--quantized-activations", default="", help="of this engine: int8 (exact products)")
     parser.add_argument("--out", help="file for the figures of all runs")
     parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -219,8 +221,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         os._exit(0)                                        # engines of others can crash while Python ends
     pythons = {"batch_manager": sys.executable, "llama.cpp": options.llama_cpp, "openvino": options.openvino}
     results: dict[str, dict[str, list[dict]]] = {path: {} for path in options.files}
-    rest = [each for name in ("rounds", "input", "output", "threads", "dtype")
-            for each in (f"--{name}", str(getattr(options, name)))] + ["--requests", *map(str, options.requests)]
+    names = ("rounds", "input", "output", "threads", "dtype", "quantized_activations")
+    rest = [each for name in names for each in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    rest += ["--requests", *map(str, options.requests)]
     for number in range(options.rounds):
         for path in options.files:
             for engine in ENGINES[:: 1 if number % 2 == 0 else -1]:

@@ -151,6 +151,7 @@ OPTIONS = {
     "cpu_compile": OPEN_FLAG,
     "model_implementation": (("auto", "native", "transformers"), ("", "hf", "Native", None, 5, ["auto"])),
     "quantization": ((None, "int8", "int4"), ("", "int2", "INT8", 8, ["int8"])),
+    "quantized_activations": ((None, "int8"), ("", "int4", "INT8", 8, ["int8"])),
     "parallel_config": ((None, ParallelConfig()), ({}, 2, ParallelConfig)),
     "peft_cache_config": ((None, PeftCacheConfig()), ({}, PeftCacheConfig, 5, True)),
     "speculative_config": ((None, SpeculativeConfig()), (SpeculativeConfig, "ngram", 5, ["ngram"])),

@@ -22,6 +22,8 @@ HALVES = ("Q2_K", "Q3_K", "Q6_K")                              # a scale for eac
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 KINDS = pytest.mark.parametrize("kind", QUANTISED_TYPES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+ROWS = pytest.mark.parametrize(("dtype", "in_bytes"), [(torch.float32, False), (torch.bfloat16, False),
+                               (torch.bfloat16, True)], ids=["float32", "bfloat16", "bytes"])
 NATIVE = pytest.mark.parametrize("machine", ["native"], indirect=True)
 
 
@@ -151,16 +153,28 @@ def read_blocks(kind, rows):
             minima.reshape(outputs, -1))
 
 
-def modelled(kind, rows, x):
+def rounded_to_bytes(x):
+    """Return the bytes [T, blocks, 32] of x [T, inputs], and their scales [T, blocks]."""
+    blocks = x.float().numpy().reshape(len(x), -1, 32)
+    largest = np.maximum(np.abs(blocks).max(-1), np.float32(2.0**-100))
+    big = np.float32(1.5 * 2**23)                          # the sum is rounded to a whole number
+    return fused(blocks, (127 / largest)[..., None], big) - big, largest / 127
+
+
+def modelled(kind, rows, x, in_bytes=False):
     """Return the product of x [T, inputs] with the file's rows, rounded as the contract says: float32 [T, outputs]."""
     levels, scales, minima = read_blocks(kind, rows)
     blocks = x.float().numpy().reshape(len(x), -1, 32)
-    exponent = np.maximum(np.frexp(np.abs(blocks).max(-1))[1] - 1, -100)
-    v = np.ldexp(blocks.astype(np.float64), 14 - exponent[..., None])
-    words = [np.clip(np.round(v), -32767, 32767)]
-    if x.dtype == torch.float32:
-        words.append(np.round((v - words[0]) * 2.0**15))
-    scale = np.ldexp(np.float32(1), exponent - 14)
+    if in_bytes:
+        found, scale = rounded_to_bytes(x)
+        words = [found]
+    else:
+        exponent = np.maximum(np.frexp(np.abs(blocks).max(-1))[1] - 1, -100)
+        v = np.ldexp(blocks.astype(np.float64), 14 - exponent[..., None])
+        words = [np.clip(np.round(v), -32767, 32767)]
+        if x.dtype == torch.float32:
+            words.append(np.round((v - words[0]) * 2.0**15))
+        scale = np.ldexp(np.float32(1), exponent - 14)
     by_half = [word.reshape(*word.shape[:2], 2, 16).sum(-1) * 2.0 ** (-15 * i) for i, word in enumerate(words)]
     by_half = sum(by_half)
     total, totals = by_half.sum(-1).astype(np.float32) * scale, by_half.astype(np.float32) * scale[..., None]
@@ -180,13 +194,14 @@ def modelled(kind, rows, x):
     return torch.from_numpy(sums)
 
 
-@DTYPES
+@ROWS
 @KINDS
-def test_the_bits_are_those_of_the_contract(kind, dtype, threads):
+def test_the_bits_are_those_of_the_contract(kind, dtype, in_bytes, threads):
     """On every instruction set, for any number of rows and threads, so all of these give the same bits."""
     rows, x = random_rows(kind, 149, 512), rows_of_x(19, 512, dtype)
     x[3, 40], x[4, 64:96], x[5] = 60.0, 0.0, 1e-38
-    expected, matrix = modelled(kind, rows, x), matrix_of(kind, rows, dtype)
+    expected = modelled(kind, rows, x, in_bytes)
+    matrix = matrix_of(kind, rows, dtype, has_byte_rows=in_bytes)
     for num_threads in (1, 3):
         threads(num_threads)
         assert torch.equal(matrix.multiply(x, torch.float32), expected)
@@ -195,7 +210,7 @@ def test_the_bits_are_those_of_the_contract(kind, dtype, threads):
     indices, largest = matrix.largest(x)
     assert torch.equal(largest, expected.amax(1)) and torch.equal(indices, expected.argmax(1))
     bias, residual = torch.randn(149), torch.randn(19, 149).to(dtype)
-    found = matrix_of(kind, rows, dtype, bias=bias).add_product(x, residual.clone())
+    found = matrix_of(kind, rows, dtype, bias=bias, has_byte_rows=in_bytes).add_product(x, residual.clone())
     assert torch.equal(found, (expected + bias + residual.float()).to(dtype))
 
 
@@ -225,6 +240,18 @@ def test_products_are_close_to_float64(machine, kind, outputs, inputs, dtype):
             size = (each.double().norm(dim=1)[:, None] * w.norm(dim=1)).square().mean().sqrt() / inputs**0.5
             error = (found - expected).square().mean().sqrt() / size
             assert error < (1e-6 if dtype == torch.float32 else bound)
+
+
+@NATIVE
+@KINDS
+def test_products_with_bytes_differ_from_float64_by_the_rounding_of_x(machine, kind):
+    """Each number of x is rounded by up to half a scale, evenly distributed: the variance is 1 / 12 of its square."""
+    rows, x = random_rows(kind, 130, 512), rows_of_x(70, 512, torch.float32)
+    x[:, [3, 70, 200]] *= 60
+    w, variance = torch.from_numpy(decoded(kind, rows)).double(), np.square(rounded_to_bytes(x)[1], dtype=float) / 12
+    deviation = (torch.from_numpy(variance) @ w.square().view(130, -1, 32).sum(2).T).sqrt()
+    found = matrix_of(kind, rows, torch.float32, has_byte_rows=True).multiply(x)
+    assert 0.9 < ((found - x.double() @ w.T) / deviation).square().mean().sqrt() < 1.1
 
 
 @NATIVE
@@ -295,11 +322,11 @@ def test_rows_are_decoded_as_the_gguf_library_does(kind, dtype):
             matrix.rows(torch.tensor([wrong]))
 
 
-@DTYPES
+@ROWS
 @KINDS
-def test_a_row_that_is_not_finite_stays_alone(kind, dtype):
+def test_a_row_that_is_not_finite_stays_alone(kind, dtype, in_bytes):
     rows, x = random_rows(kind, 40, 256), rows_of_x(20, 256, dtype)
-    matrix = matrix_of(kind, rows, dtype)
+    matrix = matrix_of(kind, rows, dtype, has_byte_rows=in_bytes)
     expected = matrix.multiply(x, torch.float32)
     x[7, 255], x[9, 0], x[12] = torch.nan, torch.inf, -torch.inf
     found = matrix.multiply(x, torch.float32)
@@ -327,17 +354,17 @@ def test_a_stack_of_types_and_a_factor(machine, dtype):
         [decoded(kind, part) for kind, part in zip(kinds, parts)]))[outputs].to(dtype))
 
 
-@NATIVE
-@DTYPES
-def test_sums_of_the_largest_numbers_do_not_overflow(machine, dtype):
+@ROWS
+def test_sums_of_the_largest_numbers_do_not_overflow(dtype, in_bytes):
     """Of all types, levels of one byte and their zero points are the largest."""
     for sign in (1, -1):
         rows = grouped_rows(np.full((1, 64), 127 if sign > 0 else -128, np.int8), torch.ones(1, 1),
                             np.full((1, 1), -128 if sign > 0 else 128, np.int16))
         panels = QuantisedPanels([(GroupedType("INT8", 64, torch.float32), 1)], 64, [(np.arange(1), rows)])
-        x = torch.full((1, 64), 1.9921875, dtype=dtype)                 # 32,640 of 32,767
-        assert QuantisedMatrix(panels, dtype).multiply(x, torch.float32).item() == 64 * 1.9921875 * (
-            255 if sign > 0 else -256)
+        for x in (torch.full((1, 64), 1.9921875, dtype=dtype), torch.full((1, 64), -1.9921875, dtype=dtype)):
+            found = QuantisedMatrix(panels, dtype, has_byte_rows=in_bytes).multiply(x, torch.float32).item()
+            expected = x[0, 0].item() * 64 * (255 if sign > 0 else -256)          # words are 32,640 of 32,767
+            assert found == pytest.approx(expected, rel=1e-6 if in_bytes else 0)
 
 
 @NATIVE

@@ -73,10 +73,10 @@ def products(dtype):
                       x, r[first : first + len(x)].clone(), adds=True, threads=threads)),
                   f"largest of {outputs} x {inputs}": (inputs, lambda x, first, threads, m=matrix: torch.stack(
                       [each.double() for each in m.largest(x, threads)], 1))}
-    for kind in ("Q4_0", "Q6_K"):
-        blocks = random_rows(kind, 50, 512)
-        matrix = QuantisedMatrix(QuantisedPanels([(kind, 50)], 512, [(np.arange(50), blocks)]), dtype)
-        found[kind] = 512, lambda x, first, threads, m=matrix: m.multiply(x, None, threads)
+    for kind, in_bytes in (("Q4_0", False), ("Q6_K", False), ("Q6_K", True)):
+        panels = QuantisedPanels([(kind, 50)], 512, [(np.arange(50), random_rows(kind, 50, 512))])
+        matrix = QuantisedMatrix(panels, dtype, has_byte_rows=in_bytes)
+        found[kind, in_bytes] = 512, lambda x, first, threads, m=matrix: m.multiply(x, None, threads)
     return found
 
 

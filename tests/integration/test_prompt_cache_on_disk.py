@@ -68,6 +68,8 @@ def test_two_engines_share_a_directory_and_other_models_and_dtypes_find_nothing(
     read = run(reference.folder, cache, kv={"disk_cache_read_only": True}, cpu_compile=False)
     assert read[0] == tokens and read[2]["Store Loaded Blocks"] > 0
     for kv, options in (({}, {"dtype": "bfloat16", "cpu_compile": False}), ({"tokens_per_block": 32}, {}),
+                        ({}, {"quantization": "int8"}),
+                        ({}, {"quantization": "int8", "quantized_activations": "int8"}),
                         ({"kv_cache_dtype": "fp8"}, {}), ({"max_attention_window": 64}, {"cpu_compile": False})):
         assert run(reference.folder, cache, kv=kv, **options)[2]["Store Loaded Blocks"] == 0
     other = tmp_path / "other"

@@ -4,6 +4,7 @@ tokens of transformers on the decoded weights."""
 import copy
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
@@ -23,6 +24,7 @@ from tests.models.gguf_writing import write_gguf
 from tests.weights.test_quantised_folders import FORMATS, write_folder
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 203}
+ROUNDED = {"quantization": None, "quantized_activations": "int8"}
 
 
 def like_q4_k_m(name):
@@ -127,6 +129,29 @@ def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, 
             (reference.folder, {"cpu_compile": False}, "quantization is 'int8', but cpu_compile is False"),
             (reference.folder, {"dtype": "float16"}, "but steps are not compiled, on cpu in float16"),
             (reference.folder, {"model_implementation": "transformers"}, "but the transformers library computes"),
-            (file, {}, "model.gguf has tensors of type 'Q4_0'; expected weights in F32, F16 and BF16; leave")):
+            (file, {}, "model.gguf has tensors of type 'Q4_0'; expected weights in F32, F16 and BF16; leave"),
+            (file, {**ROUNDED, "cpu_compile": False}, "quantized_activations is 'int8', but cpu_compile is False"),
+            (file, {**ROUNDED, "dtype": "float16"}, "quantized_activations is 'int8', but steps are not compiled"),
+            (reference.folder, ROUNDED, "plain are kept quantised; expected quantised weights, .*set quantization, or"),
+            (reference.folder, {**ROUNDED, "load_format": "dummy"}, "no weights of random numbers are kept quantised")):
         with pytest.raises(ConfigError, match=says):
-            make_manager(new_client(), model_path=path, quantization="int8", **options)
+            make_manager(new_client(), model_path=path, **{"quantization": "int8", **options})
+
+
+def test_rounded_activations_change_logits_by_their_rounding(tmp_path, make_manager, new_client, new_request):
+    """Alone and in batches, the same bits; each time near the exact ones, and not these."""
+    reference, logits = Reference(tmp_path, "Qwen2", like_q4_k_m, tie_word_embeddings=True), {}
+    prompts = prompts_of(reference.vocab_size, [33, 5, 64, 9])
+    for activations, most in ((None, 4), ("int8", 4), ("int8", 1)):
+        client = new_client()
+        manager = make_manager(client, model_path=reference.folder, max_batch_size=most, dtype="float32",
+                               quantized_activations=activations, deterministic=True, gather_context_logits=True)
+        assert manager.info.quantized_activations == (activations or "")
+        client.pending = [new_request(number, prompt, 1, return_context_logits=True)
+                          for number, prompt in prompts.items()]
+        client.wait_for_finals(*prompts)
+        logits[activations, most] = [client.final(number).tensors["context_logits"] for number in prompts]
+        manager.shutdown()
+    for exact, found, alone in zip(*logits.values(), strict=True):
+        assert np.array_equal(found, alone)
+        assert 1e-4 < np.abs(found - exact).mean() / np.abs(exact).mean() < 0.05

@@ -28,6 +28,7 @@ def start(options, parts, config, model_type=TrtGptModelType.InflightFusedBatchi
 @pytest.mark.parametrize("options, parts, says, way_out", [
     ({"cuda_graphs": True}, {}, "cuda_graphs is True", "leave cuda_graphs out"),
     ({"quantization": "int8"}, {}, "quantization is set", "leave quantization out"),
+    ({"quantized_activations": "int8"}, {}, "quantized_activations is set", "leave quantized_activations out"),
     ({"model_implementation": "transformers"}, {}, "model_implementation is 'transformers'",
      "leave model_implementation out"),
     ({}, {"backend": ScriptedBackend}, "Parts.backend is set", "leave Parts.backend or parallel_config out"),

@@ -43,13 +43,15 @@ def gguf_file(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "dtype", "quantization", "kv"), [
     *((kind, dtype, None, {}) for kind in ("folder", "gguf") for dtype in ("auto", "bfloat16", "float16")),
-    ("folder", "bfloat16", "int8", {}), ("folder", "float32", "int4", {}),
+    ("folder", "bfloat16", "int8", {}), ("folder", "float32", "int4", {"quantized_activations": "int8"}),
     ("folder", "bfloat16", None, {"kv_cache_dtype": "fp8"}),
     *(("folder", dtype, None, {"tokens_per_block": 8}) for dtype in ("auto", "bfloat16"))])       # steps in torch
 def test_it_says_what_an_engine_then_has(kind, dtype, quantization, kv, request):
     path = MODEL if kind == "folder" else request.getfixturevalue("gguf_file")
-    options = {"device": "cpu", "dtype": dtype, "max_seq_len": 256, "quantization": quantization}
-    kv = KvCacheConfig(**kv)
+    activations = kv.get("quantized_activations")
+    options = {"device": "cpu", "dtype": dtype, "max_seq_len": 256, "quantization": quantization,
+               "quantized_activations": activations}
+    kv = KvCacheConfig(**{name: value for name, value in kv.items() if name != "quantized_activations"})
     facts = inspect_model(path, kv=kv, **options)
     params = TrtGptModelOptionalParams(kv_cache_config=kv, **options)
     backend = build_native_backend(path, params, layout=packing.packed,
@@ -67,6 +69,8 @@ def test_it_says_what_an_engine_then_has(kind, dtype, quantization, kv, request)
         assert all(any("without " in line and name in line and line.endswith(f": {reason}") for line in told)
                    for name, reason in info.absent.items()), told
         assert facts["max_seq_len"] == info.max_seq_len == 256
+        assert (facts["quantized_activations"] or "") == info.quantized_activations == (activations or "")
+        assert activations is None or "ones are multiplied with activations in int8" in "\n".join(told)
         assert quantization is None or f"matrices of layers are quantised to {quantization}" in "\n".join(told)
         assert facts["pool_bytes"] == backend._parts.pool.nbytes
         assert facts["weight_bytes"] + facts["pool_bytes"] == backend.memory_usage().cpu

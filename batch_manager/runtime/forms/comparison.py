@@ -30,6 +30,8 @@ class Tolerance(NamedTuple):
 
 TOLERANCES = {torch.float32: Tolerance(1e-3, 1e-4), torch.float16: Tolerance(0.02, 1e-2),
               torch.bfloat16: Tolerance(0.1, 5e-2)}
+# With activations in 8 bits, the last bit of a number changes a hundredth of it. Found: 0.023, in a model of 30 layers.
+SHARE_WITH_QUANTIZED_ACTIVATIONS = 0.2
 
 
 def first_step(num_tokens: int, vocab_size: int, tokens_per_block: int) -> PackedStep:
@@ -67,8 +69,9 @@ def difference_from_layers(loaded: LoadedModel, attention: Attention, send: Send
     if gives_logits:
         expected = model.logits(expected)
     found = run(hidden, positions, attention)
+    share = SHARE_WITH_QUANTIZED_ACTIVATIONS if loaded.quantized_activations else TOLERANCES[loaded.dtype].share
     for found_rows, expected_rows in zip(found.split(COMPARED_AT_ONCE), expected.split(COMPARED_AT_ONCE)):
-        if difference := describe_difference(found_rows, expected_rows, TOLERANCES[loaded.dtype].share):
+        if difference := describe_difference(found_rows, expected_rows, share):
             return f"differs from the layers: {difference}, in a first step of {counted(step.num_tokens, 'token')}"
     return ""
 

@@ -98,6 +98,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--cuda-graphs", action=FLAG, default=None, help="replay captured graphs on a GPU (off)")
     shared("--model-implementation", shown="auto", default="auto")
     shared("--quantization", shown="as stored")
+    shared("--quantized-activations", shown="exact products")
     shared("--kv-cache-dtype", shown="auto", default="auto")
     shared("--speculative-config", shown="no drafts")
     add("--synthetic-acceptance", type=acceptance, metavar="P,P,...",

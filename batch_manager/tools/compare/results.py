@@ -15,8 +15,8 @@ FORMAT, FORMAT_VERSION = "batch-manager bench", 1
 SAME = ("workload", "n", "prompt_tokens", "output_tokens", "precision", "model")
 SETTINGS = ("peer", "variant", "threads", "max_batch", "max_tokens_per_step", "tokens_per_block", "kv_tokens",
             "kv_precision", "engine", "scheduler", "chunked_context", "block_reuse", "streaming", "beam_width",
-            "cpu_compile", "model_implementation", "quantization", "tensor_parallel_size", "pipeline_parallel_size",
-            "busy_neighbours")
+            "cpu_compile", "model_implementation", "quantization", "quantized_activations", "tensor_parallel_size",
+            "pipeline_parallel_size", "busy_neighbours")
 ORIGIN = ("machine", "packages", "version", "commit", "python")
 FOREIGN_CORES = 0.12
 SATURATION = "saturation"

@@ -39,7 +39,8 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [("inputs", ctypes.c_int64), ("outputs", ctypes.c_int64), ("panels", ctypes.c_void_p),
                 ("bias", ctypes.c_void_p), ("type", ctypes.c_int), ("factor", ctypes.c_float),
-                ("parts", ctypes.c_void_p), ("num_parts", ctypes.c_int64), ("is_uniform", ctypes.c_int64)]
+                ("parts", ctypes.c_void_p), ("num_parts", ctypes.c_int64), ("is_uniform", ctypes.c_int64),
+                ("has_byte_rows", ctypes.c_int64)]
 
 
 class Cache(ctypes.Structure):

@@ -26,6 +26,7 @@ typedef struct {
     const QuantisedPart *parts;       /* of a quantised matrix; NULL: a matrix of numbers */
     int64_t num_parts;
     int64_t is_uniform;
+    int64_t has_byte_rows;            /* whether a quantised matrix multiplies rows that are rounded to bytes */
 } Matrix;
 
 INLINE int64_t num_panels(const Matrix *m) { return (m->outputs + PANEL - 1) / PANEL; }

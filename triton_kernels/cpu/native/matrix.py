@@ -23,7 +23,7 @@ from .library import (
 )
 
 BLOCK = 32                          # inputs of a quantised block
-WORD_BYTES = 4                      # a number has two words in a prepared row
+WORD_BYTES = 4                      # a number has two words in a prepared row, unless it is rounded to one byte
 ROW_BLOCK_BYTES = 32                # of RowBlock in quantised.h
 
 
@@ -192,19 +192,21 @@ class QuantisedMatrix(PanelMatrix):
 
     Products are exact up to the rounding of float32, see quantised.h. The bits of a row depend on that row alone.
 
-    panels   of W, which several matrices can share
-    factor   on x W^T
+    panels          of W, which several matrices can share
+    factor          on x W^T
+    has_byte_rows   x is rounded to 8 bits: each 32 inputs have the scale largest / 127. Products are exact for what is
+                    left of x
     """
 
     def __init__(self, panels: QuantisedPanels, dtype: torch.dtype, bias: torch.Tensor | None = None,
-                 factor: float = 1.0) -> None:
+                 factor: float = 1.0, has_byte_rows: bool = False) -> None:
         super().__init__(panels.outputs, panels.inputs, dtype, bias)
         self.panels = panels
         self._matrix.parts, self._matrix.num_parts = address(panels.parts), len(panels.parts)
-        self._matrix.factor = factor
-        self.prepared_entries = prepared_entries(panels.inputs, dtype)
+        self._matrix.factor, self._matrix.has_byte_rows, self.has_byte_rows = factor, has_byte_rows, has_byte_rows
+        self.prepared_entries = prepared_entries(panels.inputs, dtype, has_byte_rows)
         self._prepare = np.zeros((1, OPERATION_NUMBERS), np.int64)
-        self._prepare[0, :8] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, self._padded
+        self._prepare[0, :9] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, self._padded, has_byte_rows
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return rows of W, outputs [T] int64, as a new tensor [T, inputs] in the dtype of the rows.
@@ -226,7 +228,7 @@ class QuantisedMatrix(PanelMatrix):
         return result
 
 
-def prepared_entries(inputs: int, dtype: torch.dtype) -> int:
+def prepared_entries(inputs: int, dtype: torch.dtype, has_byte_rows: bool) -> int:
     """Return the number of entries of `dtype` that a prepared row takes, see quantised.h."""
     padded = padded_inputs(inputs)
-    return (padded * WORD_BYTES + padded // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize
+    return (padded * (1 if has_byte_rows else WORD_BYTES) + padded // BLOCK * ROW_BLOCK_BYTES) // dtype.itemsize

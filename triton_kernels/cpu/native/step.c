@@ -365,10 +365,10 @@ static void run_rows(const Job *job, const int64_t *n, int64_t first, int64_t en
         break;
     }
     case PREPARE: {
-        /* from[1..3], to[4..6], size 7 */
+        /* from[1..3], to[4..6], size 7, whether in bytes 8 */
         View from = view_at(s, n + 1), to = view_at(s, n + 4);
         for (int64_t row = first; row < end; row++)
-            prepare_row(row_at(from, row, type), row_at(to, row, type), n[7], type);
+            prepare_row(row_at(from, row, type), row_at(to, row, type), n[7], (int)n[8], type);
         break;
     }
     case GATHER: {
