@@ -179,9 +179,9 @@ class KvEventPublisher:
     def _encoded(self, events: Sequence[KvEvent]) -> bytes:
         listed: list[Any] = [each for event in events for each in event.to_vllm()]
         if self._layout == "maps":
-            return msgspec.msgpack.encode({"ts": self._timestamp(), "events": listed})
+            return msgspec.msgpack.encode({"ts": self._timestamp(), "events": listed, "data_parallel_rank": 0})
         return msgspec.msgpack.encode([self._timestamp(), [
-            [each["type"], *(each[field] for field in FIELDS[each["type"]])] for each in listed]])
+            [each["type"], *(each[field] for field in FIELDS[each["type"]])] for each in listed], 0])
 
     def _replay(self, router: "zmq.Socket[bytes]") -> None:
         frames = router.recv_multipart()

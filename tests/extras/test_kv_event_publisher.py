@@ -53,7 +53,9 @@ class Subscriber:
     def apply(self, number: int, payload: bytes) -> None:
         assert number == self.expected
         self.expected += 1
-        for event in self.decoder.decode(payload).events:
+        batch = self.decoder.decode(payload)
+        assert batch.data_parallel_rank == 0                       # Dynamo reads no batch without it
+        for event in batch.events:
             match type(event).__name__:
                 case "AllBlocksCleared":
                     self.blocks.clear()
