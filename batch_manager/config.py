@@ -461,8 +461,9 @@ class TrtGptModelOptionalParams:
                                 class of transformers (extra hf), for model types that are proven to run in the engine;
                                 "auto": native if there is one, else transformers
     quantization                "int8" or "int4": quantise the matrices of the layers, but not embedding and head, while
-                                they are loaded, with a scale for each 32 inputs. For compiled steps; refused where
-                                there are none, and for a checkpoint that is quantised already. None: as they are stored
+                                they are loaded, with a scale for each 32 inputs. For compiled steps, or a GPU without
+                                deterministic; refused elsewhere, without a C compiler, and for a checkpoint that is
+                                quantised already. None: as they are stored
     quantized_activations       "int8": round what quantised weights are multiplied with to 8 bits, with a scale for
                                 each 32 numbers, as llama.cpp does. Products take about half the time in batches, and
                                 have an error of about 0.6 %, so tokens can differ from those of the decoded weights.

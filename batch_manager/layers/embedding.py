@@ -29,7 +29,7 @@ class Embedding:
                 cannot be recorded
 
     weight      the table [rows, size], or this process's rows of it; None: it keeps its blocks, in `matrix`
-    matrix      a QuantisedMatrix whose outputs are the rows, or None
+    matrix      a QuantisedMatrix or LevelsMatrix whose outputs are the rows, or None
     """
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, rows: int, size: int,
@@ -142,7 +142,7 @@ def _form_of_head(weights: Weights, context: LayerContext, name: str, rows: int,
             stored = Dense(weights.tensor(name, (rows, size)) if tied_to is None else tied_to.weight, added)
     scaled = added if scale is None or added is None else added * scale
     if tied_to is not None and tied_to.matrix is not None:
-        return form_of(tied_to.matrix.panels, context, scaled, scale or 1.0), None
+        return form_of(tied_to.matrix.sharing(scaled, scale or 1.0)), None
     if scale is not None and isinstance(stored, Blocks):
         return make_weight_form(replace(stored, bias=scaled, factor=scale), context), None
     # The compiled step has its own copy of the matrix, and scaling by a power of two is exact.

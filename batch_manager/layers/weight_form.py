@@ -28,6 +28,7 @@ from ..triton_kernels.cpu.native.matrix import (
 from ..weights.matrices import Blocks, Dense, StoredMatrix
 from ..weights.source import Weights
 from .context import LayerContext
+from .levels_matrix import LEVEL_TYPES, LevelsMatrix
 
 # A value of TrtGptModelOptionalParams.quantization -> type of the blocks: each 32 inputs of an output have a scale, a
 # half float, and levels of 8 or 4 bits.
@@ -46,7 +47,7 @@ class WeightForm:
                     is rounded once if the form supports it
     shares_weight   whether the form uses the tensor that it was made from, without a copy
     matrix          the matrix for the recording of a step: a PanelMatrix for a CompiledForward, a Dense one for
-                    kernel launches; None: the form cannot be recorded
+                    kernel launches; None, or a LevelsMatrix: the form cannot be recorded
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -54,7 +55,7 @@ class WeightForm:
     add_product: Callable[..., torch.Tensor]
     add_arguments: tuple[Any, ...]
     shares_weight: bool
-    matrix: PanelMatrix | Dense | None = None
+    matrix: PanelMatrix | LevelsMatrix | Dense | None = None
 
 
 def is_compiled(stored: StoredMatrix, context: LayerContext) -> bool:
@@ -70,8 +71,12 @@ def is_copied(context: LayerContext) -> bool:
 
 def types_kept(context: LayerContext) -> Collection[str]:
     """Return the types of quantised blocks that layers multiply as a file has them."""
-    is_whole = context.split.size == 1                 # blocks do not end where the part of a process does
-    return QUANTISED_TYPES if context.compiled_step and context.dtype in COMPILED_TYPES and is_whole else ()
+    if context.split.size > 1:                         # blocks do not end where the part of a process does
+        return ()
+    if context.compiled_step and context.dtype in COMPILED_TYPES:
+        return QUANTISED_TYPES
+    # With `deterministic` a row's sum has one order; that of the kernel depends on the number of rows.
+    return LEVEL_TYPES if dispatch.use_triton(context.device) and not context.deterministic else ()
 
 
 def quantised_bytes(quantization: str, num_weights: int) -> int:
@@ -97,12 +102,17 @@ def quantised(stored: Dense, quantization: str, weights: Weights) -> StoredMatri
     def read() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         step = max(1, QUANTISED_AT_ONCE // inputs)
         for first in range(0, outputs, step):
-            rows = quantised_rows(weight[first : first + step], kind)
+            rows = quantised_rows(_read_by_compiled_code(weight[first : first + step]), kind)
             weights.count_copy(rows.nbytes)
             yield np.arange(first, first + len(rows)), rows
 
     weights.count_copy(-weight.nbytes)
     return Blocks([(kind, outputs)], inputs, read, stored.bias)
+
+
+def _read_by_compiled_code(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.cpu()
+    return weight if weight.dtype in COMPILED_TYPES else weight.float()
 
 
 def make_weight_form(stored: StoredMatrix, context: LayerContext) -> WeightForm:
@@ -136,12 +146,15 @@ def _in_panels(stored: Dense, context: LayerContext) -> WeightForm | None:
 
 
 def _in_blocks(stored: Blocks, context: LayerContext) -> WeightForm:
-    """Return the form of a matrix that keeps the blocks of its file, for compiled code."""
-    return form_of(QuantisedPanels(stored.types, stored.in_size, stored.read()), context, stored.bias, stored.factor)
+    """Return the form of a matrix that keeps the blocks of its file, for compiled code or for kernels."""
+    if not context.compiled_step:
+        return form_of(LevelsMatrix(stored, context.device, context.dtype))
+    panels = QuantisedPanels(stored.types, stored.in_size, stored.read())
+    return form_of(QuantisedMatrix(panels, context.dtype, stored.bias, stored.factor,
+                                   context.quantized_activations is not None))
 
 
-def form_of(panels: QuantisedPanels, context: LayerContext, bias: torch.Tensor | None, factor: float) -> WeightForm:
-    matrix = QuantisedMatrix(panels, context.dtype, bias, factor, context.quantized_activations is not None)
+def form_of(matrix: QuantisedMatrix | LevelsMatrix) -> WeightForm:
     return WeightForm(matrix.multiply, (), matrix.add_product, (), shares_weight=True, matrix=matrix)
 
 

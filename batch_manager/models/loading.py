@@ -12,6 +12,8 @@ from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, ModelLoadError, UnsupportedModelError, printable
 from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
 from ..layers.weight_form import quantised_bytes, types_kept
+from ..loading_thread import check_interruption
+from ..triton_kernels.cpu.native.library import CannotCompileError, load_library
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, StoredWeights, open_checkpoint
 from ..weights.file_keys import unread
 from ..weights.json_file import Fields, shown
@@ -26,6 +28,8 @@ from .spec import ModelSpec
 from .spec_reading import check_spec, refuse_code, refuse_unread_fields
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
+QUANTISED_PRODUCTS = ("expected compiled steps on a CPU, or a GPU with triton, whose products alone read quantised "
+                      "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
     split           the processes that share the model; ConfigError if it cannot be divided by their number. Each loads
                     its share, and `LoadedModel.spec` is that of the share
     adapters        the port that `Linear` layers ask for their adapters; None: no adapters
-    quantization    "int8" or "int4": quantise the matrices of `Linear` layers, for compiled steps; ConfigError without
-                    `compiled_step`, or if the files are quantised. None: as they are stored
+    quantization    "int8" or "int4": quantise the matrices of `Linear` layers, for compiled steps or Triton kernels;
+                    ConfigError without them, or if the files are quantised. None: as they are stored
     quantized_activations   "int8": products with quantised matrices round their input to 8 bits; ConfigError without
                             `compiled_step`, or if no matrix is quantised. None: they do not
     Raises                 ConfigError for a wrong argument; ModelLoadError, which names file and field;
@@ -171,17 +175,20 @@ def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, imp
     checkpoint   None for random weights
     kept         types of quantised blocks that the model keeps
     """
-    name = "quantization" if context.quantization is not None else "quantized_activations"
+    name = "quantization"                              # kernels never round what they multiply
+    if context.quantization is None or context.quantized_activations is not None and not context.compiled_step:
+        name = "quantized_activations"
     fact, reason, way_out = f"{name} is {getattr(context, name)!r}", "", f"leave {name} out"
     if getattr(context, name) is None:
         return
-    if not types_kept(context):
+    if not types_kept(context) or name == "quantized_activations" and not context.compiled_step:
         reason = f"steps are not compiled, on {context.device} in {context.dtype}".replace("torch.", "")
+    elif context.quantization is not None and (lacks := _without_compiled_code()):
+        reason = f"compiled code chooses the levels, and {lacks}"
     elif implementation == TRANSFORMERS:
         reason = "the transformers library computes the model"
     if reason:
-        raise ConfigError(f"{fact}, but {reason}", "expected compiled steps on a CPU, whose products alone read "
-                          "quantised weights", way_out)
+        raise ConfigError(f"{fact}, but {reason}", QUANTISED_PRODUCTS, way_out)
     found: list[str] = []
     if checkpoint is not None:
         source = checkpoint.weights(torch.device("meta"), context.dtype)
@@ -196,6 +203,15 @@ def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, imp
         raise ConfigError(f"{fact}, and no weights {of} are kept quantised",
                           "expected quantised weights, whose products alone round what they multiply",
                           f"set quantization, or {way_out}")
+
+
+def _without_compiled_code() -> str:
+    """Return why there is no compiled code; "": there is."""
+    try:
+        load_library(check_interruption)
+    except CannotCompileError as error:
+        return str(error)
+    return ""
 
 
 def _most_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str | None) -> int:

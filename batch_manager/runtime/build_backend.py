@@ -22,7 +22,7 @@ from ..errors import ConfigError, DeviceLostError, InsufficientMemoryError, coun
 from ..handover import AdapterLoad
 from ..layers.context import LayerContext
 from ..layers.weight_form import types_kept
-from ..models.loading import LoadedModel, load_model, read_spec, refuse_to_quantise
+from ..models.loading import QUANTISED_PRODUCTS, LoadedModel, load_model, read_spec, refuse_to_quantise
 from ..models.spec import ModelSpec
 from ..seams import BackendInfo, MemoryUsage
 from ..triton_kernels.cpu.native.library import Library, hold_helpers, loaded_library, release_helpers
@@ -90,7 +90,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
                   1 if part is None else part.place.num_ranks)
     refuse_fp8_cache(asked)
     absent = wanted_forms(asked)
-    refuse_without_compiled_steps(params, absent)
+    refuse_without_quantised_products(asked, absent)
     peft = params.peft_cache_config
     port = None if peft is None else LoraPort(peft.lora_modules, peft.max_adapter_size, params.deterministic, device)
     kv = params.kv_cache_config
@@ -317,12 +317,20 @@ def refuse_fp8_cache(asked: Asked) -> None:
                           "expected an attention of this package, which alone reads FP8", "leave kv_cache_dtype out")
 
 
-def refuse_without_compiled_steps(params: TrtGptModelOptionalParams, absent: Mapping[str, str]) -> None:
-    """Raise ConfigError if the compiled form, whose products read quantised weights, is in `absent` and wanted."""
-    for name in ("quantization", "quantized_activations"):
-        if getattr(params, name) is not None and "compiled" in absent:
-            raise ConfigError(f"{name} is {getattr(params, name)!r}, but {absent['compiled']}",
-                              "expected compiled steps on a CPU, whose products alone read quantised weights",
+def refuse_without_quantised_products(asked: Asked, absent: Mapping[str, str]) -> None:
+    """Raise ConfigError if nothing on the device multiplies by quantised weights as `asked.params` says.
+
+    absent   name -> reason for each form that the engine will not have
+    """
+    params = asked.params
+    if "compiled" not in absent:
+        return
+    has_kernel = asked.has_triton and not params.deterministic
+    reason = "deterministic is set, and sums of the kernel have the order of a tile" if asked.has_triton and (
+        not has_kernel) else absent["compiled"]
+    for name, is_refused in (("quantization", not has_kernel), ("quantized_activations", True)):
+        if getattr(params, name) is not None and is_refused:
+            raise ConfigError(f"{name} is {getattr(params, name)!r}, but {reason}", QUANTISED_PRODUCTS,
                               f"leave {name} out")
 
 
@@ -332,8 +340,9 @@ def refuse_quantization(asked: Asked, checkpoint: Checkpoint, dtype: torch.dtype
 
     is_shipped   whether the model class is one of this package
     """
-    refuse_without_compiled_steps(asked.params, wanted_forms(asked))
-    context = LayerContext(device=asked.device, dtype=dtype, compiled_step=True,
+    absent = wanted_forms(asked)
+    refuse_without_quantised_products(asked, absent)
+    context = LayerContext(device=asked.device, dtype=dtype, compiled_step="compiled" not in absent,
                            quantization=asked.params.quantization,
                            quantized_activations=asked.params.quantized_activations)
     refuse_to_quantise(context, checkpoint, implementation, types_kept(context) if is_shipped else ())

@@ -91,5 +91,6 @@ STEPS = (
          ("compute-sanitizer", "--error-exitcode", "9", "--tool", "memcheck", *_module("tiny_run", "--device", "cuda")),
          _module("tiny_run", "--device", "cpu"), (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)),
     _report(2, "idle", "idle time between steps; run-ahead against lockstep", 62, 58, "idle"),
-    _report(2, "settings", "launch settings of kernels; the fastest as code", 23, 20, "settings"),
+    _report(2, "settings", "quantised products beside plain ones; launch settings of kernels, the fastest as code", 23,
+            20, "quantised-products settings"),
 )

@@ -2,6 +2,7 @@
 tokens of transformers on the decoded weights."""
 
 import copy
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from batch_manager import ConfigError, KvCacheConfig
+from batch_manager import ConfigError, KvCacheConfig, TrtGptModelOptionalParams
 from batch_manager.layers import weight_form
 from batch_manager.layers.weight_form import QUANTIZATIONS, quantised_bytes
 from batch_manager.models import load_model
+from batch_manager.runtime.build_backend import refuse_without_quantised_products
+from batch_manager.runtime.forms.table import Asked
+from batch_manager.runtime.packing import packed
 from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
@@ -107,6 +111,7 @@ def test_weights_take_the_bytes_of_the_file(tmp_path, ties):
     facts = inspect_model(reference.folder, device="cpu")
     assert facts["weight_bytes"] == loaded.weight_bytes and facts["kept_types"] == ["Q4_0"]
     assert "; matrices in Q4_0 keep the file's blocks" in described(facts)
+    assert inspect_model(reference.folder, device="cuda", free_bytes=10**9)["kept_types"] == ["Q4_0"]
     for dtype in ("float32", "float16"):                   # float16 has no compiled steps
         decoded = load_model(reference.folder, device="cpu", dtype=dtype)
         assert decoded.weight_bytes > 3 * loaded.weight_bytes
@@ -136,6 +141,13 @@ def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, 
             (reference.folder, {**ROUNDED, "load_format": "dummy"}, "no weights of random numbers are kept quantised")):
         with pytest.raises(ConfigError, match=says):
             make_manager(new_client(), model_path=path, **{"quantization": "int8", **options})
+    on_gpu = Asked(TrtGptModelOptionalParams(quantization="int4"), torch.device("cuda"), packed, has_triton=True)
+    absent = {"compiled": "the device is cuda"}
+    refuse_without_quantised_products(on_gpu, absent)
+    deterministic = on_gpu._replace(params=replace(on_gpu.params, deterministic=True))
+    for asked, says in ((deterministic, "but deterministic is set"), (on_gpu._replace(has_triton=False), "cuda")):
+        with pytest.raises(ConfigError, match=f"quantization is 'int4', .*{says}"):
+            refuse_without_quantised_products(asked, absent)
 
 
 def test_rounded_activations_change_logits_by_their_rounding(tmp_path, make_manager, new_client, new_request):

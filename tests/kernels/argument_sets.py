@@ -31,6 +31,7 @@ OF_THE_MODEL = {
     "paged_attention_decode": ("query", "key", "value", "kv_pool", "out", "query_norm", "key_norm"),
     "paged_attention_merge": ("out",),
     "prepare_step": ("embedding", "out"),
+    "quantised_linear": ("x", "bias", "residual", "out"),
     "rms_norm": ("hidden", "weight", "residual", "out"),
     "rope_kv_append": ("query", "key", "value", "kv_pool", "query_out", "query_norm", "key_norm"),
     "sample_token": ("logits",),

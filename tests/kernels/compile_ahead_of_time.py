@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 # Their instructions are counted on sm_90. Others are not disassembled: it takes a third of a second per kernel.
 DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
-                "_lora_expand_add_kernel", "_lora_shrink_kernel"}
+                "_lora_expand_add_kernel", "_lora_shrink_kernel", "_quantised_linear_kernel"}
 FP8 = torch.float8_e4m3fn
 NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -154,6 +154,16 @@ def linear(size, columns, dtype=torch.bfloat16):
 
     weight = tensor(columns, size, dtype=dtype)
     deterministic_linear(tensor(64, size, dtype=dtype), weight, tensor(columns, dtype=dtype))
+
+
+def quantised(size, columns, bits, group, *, rows=16, has_zeros=False):
+    """Launch `quantised_linear` for a matrix with a scale, and a zero point, for each `group` inputs."""
+    from batch_manager.triton_kernels.quantised_linear import quantised_linear
+
+    groups = size // group if group else 1
+    zeros = tensor(columns, groups, dtype=torch.int16) if has_zeros else 2 ** (bits - 1)
+    quantised_linear(tensor(rows, size), tensor(-(-size * bits // 256), columns, 32, dtype=torch.uint8),
+                     tensor(columns, groups, dtype=torch.float16), zeros, bits, group, residual=tensor(rows, columns))
 
 
 def lora(size, outputs, dtype=torch.bfloat16):
@@ -333,6 +343,13 @@ CASES = {
     "fused qkv 8B float16": lambda: fused(4096, 6144, dtype=torch.float16),
     "fused qkv 135M float16 256 rows": lambda: fused(576, 960, rows=256, dtype=torch.float16),
     "fused qkv 8B float32": lambda: fused(4096, 6144, dtype=torch.float32),
+    "quantised Q4_0 gate up 8B": lambda: quantised(4096, 28672, 4, 32),
+    "quantised AWQ qkv 135M": lambda: quantised(576, 960, 4, 64, has_zeros=True),
+    "quantised Q8_0 out 8B": lambda: quantised(4096, 4096, 8, 32),
+    "quantised Q4_0 64 rows": lambda: quantised(4096, 4096, 4, 32, rows=64),
+    "quantised Q4_0 256 rows": lambda: quantised(4096, 4096, 4, 32, rows=256),
+    "quantised AWQ 256 rows": lambda: quantised(4096, 4096, 4, 128, rows=256, has_zeros=True),
+    "quantised int8 256 rows": lambda: quantised(4096, 4096, 8, 0, rows=256),
     "rope D128 norms": lambda: rope(128, 2, has_norms=True),
     "rope D128 fp8": lambda: rope(128, 4, cached=FP8),
     "norms 4096": lambda: norms(4096),
@@ -349,7 +366,8 @@ ON_EACH_GPU = (
     "decode D128 G4 merges", "decode D64 window sinks", "decode D128 G4 fp8", "decode D256 softcap window",
     "decode D256 G2 norms window", "context D128 fp8", "context D128 softcap window",
     "context D128 slopes sink logits fixed parts", "linear 4096", "lora qkv 8B", "fused gate up 8B",
-    "fused down GPT-2", "fused gate up 1B 64 rows", "rope D128 fp8", "norms 4096", "activations", "sampling",
+    "fused down GPT-2", "fused gate up 1B 64 rows", "quantised Q4_0 gate up 8B", "rope D128 fp8", "norms 4096",
+    "activations", "sampling",
     "fixed step", "bitmask", "histories", "beams 8",
 )
 
@@ -407,6 +425,7 @@ def variants_by_alignment():
         adapters(rows, rows % 2)
         deterministic_linear(tensor(rows, 64), tensor(96, 64))
         fused_linear(tensor(rows, 64), tensor(96, 64), None, tensor(64))
+        quantised(64 * (1 + rows % 3), 96 * (1 + rows % 2), 8, 0, rows=rows)
         for num_candidates in (7, 8):
             beam_topk(tensor(4, 500), numbers, numbers, numbers, sliced(begin, 5), num_candidates, 1)
     names = [kernel.metadata.name for kernel in {id(kernel): kernel for kernel in compiled}.values()]

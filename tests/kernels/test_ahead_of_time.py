@@ -24,8 +24,8 @@ KERNELS = {
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
     "_gated_activation_kernel", "_layer_norm_kernel", "_lora_expand_add_kernel", "_lora_shrink_kernel",
     "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
-    "_prepare_step_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel", "_sample_digit_kernel",
-    "_sample_token_kernel", "_sample_block_kernel",
+    "_prepare_step_kernel", "_quantised_linear_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel",
+    "_sample_digit_kernel", "_sample_token_kernel", "_sample_block_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",
 }
 
@@ -33,6 +33,7 @@ KERNELS = {
 KNOWN_STACK_BYTES = {("sm_100", "decode D256 softcap window"): 8, ("sm_90", "decode D256 G2 norms window"): 8,
                      ("sm_100", "decode D256 G2 norms window"): 8,
                      ("sm_90", "decode D128 G4 fp8"): 8,
+                     ("sm_80", "quantised Q4_0 256 rows"): 8,
                      ("sm_90", "context D128 slopes sink logits fixed parts"): 8}
 
 
@@ -208,6 +209,14 @@ def test_fused_products_use_the_matrix_units(compiled):
     assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_fused_linear_kernel"))
 
 
+def test_quantised_products_use_the_matrix_units_and_load_levels_and_rows_in_wide_pieces_ahead(compiled):
+    for record in of_kernel(compiled["sm_90"], "_quantised_linear_kernel"):
+        unit = "HMMA" if "135M" in record["case"] else "HGMMA"           # 16 outputs are too few for a warp group
+        assert record[unit] > 0 and record["stages"] >= 4 and record["LDGSTS.128"] >= record["stages"], record
+        assert record["LDG.narrow"] <= 16, record                        # scales and zero points of a step
+    assert all(record["MFMA"] > 0 for record in of_kernel(compiled["gfx942"], "_quantised_linear_kernel"))
+
+
 def test_an_unknown_kind_of_activation_is_refused_in_the_same_words_as_in_the_interpreter(compiled):
     (refusals,) = compiled["refusals"]
     text = "unknown activation 'swish'; expected one of gelu, gelu_new, silu, relu"
@@ -225,5 +234,6 @@ def test_where_an_index_tensor_begins_does_not_compile_a_kernel_again(compiled):
         "_token_penalties_kernel": 1, "_ban_ngrams_kernel": 1, "_ban_words_kernel": 1, "_match_stop_words_kernel": 1,
         "_lora_shrink_kernel": 1, "_lora_expand_add_kernel": 1,
         "_deterministic_linear_kernel": 1, "_fused_linear_kernel": 2,        # for few rows, and for tiles of rows
+        "_quantised_linear_kernel": 3,                   # tiles of 16, 64 and 128 rows, for matrices of any size
         "_beam_block_kernel": 1, "_beam_row_kernel": 1, "_beam_group_kernel": 1,
     }

@@ -16,15 +16,19 @@ import pytest
 import torch
 
 from batch_manager.attention.registry import make_attention
+from tests.models.conftest import TINY, make_reference
+from tests.models.gguf_writing import write_gguf
+from tests.weights.test_quantised_folders import FORMATS, write_folder
 
+# Family, configuration, and how its weights are quantised: a type of GGUF, or a key of FORMATS.
 FAMILIES = [
     ("Mistral", {"num_hidden_layers": 1, "sliding_window": 11}),
-    ("Qwen3", {"num_hidden_layers": 1, "head_dim": 16}),
+    ("Qwen3", {"num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": True}, "Q4_0"),
     ("GPT2", {"n_layer": 1}),
     ("Gemma3", {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
                 "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0}),
     ("Gemma2", {"num_hidden_layers": 1, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
-                "attn_logit_softcapping": 2.0}),
+                "attn_logit_softcapping": 2.0, "intermediate_size": 128}, "AWQ"),
     ("Phi", {"num_hidden_layers": 1, "pad_token_id": None}),                       # a head with biases
     ("Cohere", {"num_hidden_layers": 1, "use_qk_norm": True, "pad_token_id": None, "eos_token_id": None,
                 "bos_token_id": None, "logit_scale": 0.3}),
@@ -54,14 +58,23 @@ for folder, attention_class in [(sys.argv[3], with_sinks), *((folder, make_atten
     assert run.attention.dispatch == "triton"
     logits = [run.run([(0, first[:16], False), (1, second, True)]), run.run([(0, first[16:], True)], [(1, 5)]),
               run.run([], [(0, 6), (1, 7)])]
-    print(json.dumps([row.tolist() for rows in logits for row in rows]))
+    is_kept = run.loaded.weight_bytes < 3 * run.loaded.spec.num_weights
+    print(json.dumps([is_kept, [row.tolist() for rows in logits for row in rows]]))
 """
 
 
 @pytest.mark.parametrize("driver", ["torch"], indirect=True)      # the model is loaded for the kernels
-def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver):
+def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
-    made = [reference(family, **options) for family, options in FAMILIES]
+    def made_of(family, options, kind=None):
+        if kind is None:
+            return reference(family, **options)
+        if kind in FORMATS:
+            return write_folder(tmp_path / kind, kind, family, **{**TINY, **options}), tmp_path / kind
+        return write_gguf(make_reference(family, **options), tmp_path / f"{kind}.gguf", family, kind), (
+            tmp_path / f"{kind}.gguf")
+
+    made = [made_of(*one) for one in FAMILIES]
     first, second = prompts([20, 3])
     helpers = os.path.join(os.path.dirname(__file__), "conftest.py")
     numbers = json.dumps([first, second, WINDOW, SINK, SLOPES, SINK_LOGITS])
@@ -83,8 +96,10 @@ def test_the_kernels_give_the_logits_of_transformers(reference, prompts, driver)
     sinks, *lines = done.stdout.splitlines()
     expected = torch.cat([driver(made[0][1], attention_class=with_sinks).run([(0, tokens, True)])
                           for tokens in sequences])
-    torch.testing.assert_close(torch.tensor(json.loads(sinks)), expected, atol=1e-4, rtol=0)
-    for (model, _), line in zip(made, lines, strict=True):
+    torch.testing.assert_close(torch.tensor(json.loads(sinks)[1]), expected, atol=1e-4, rtol=0)
+    for (model, _), (_, _, *kind), line in zip(made, FAMILIES, lines, strict=True):
+        is_kept, logits = json.loads(line)
+        assert is_kept == bool(kind)
         with torch.inference_mode():
             expected = torch.stack([model(torch.tensor([tokens])).logits[0, -1] for tokens in sequences])
-        torch.testing.assert_close(torch.tensor(json.loads(line)), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=0)

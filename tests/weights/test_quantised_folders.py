@@ -151,10 +151,10 @@ FORMATS = {
 }
 
 
-def write_folder(folder, form, family="Llama"):
+def write_folder(folder, form, family="Llama", **options):
     """Write a quantised folder, and return a model of transformers with the decoded weights."""
     write, config, _ = FORMATS[form]
-    model = make_reference(family, **SIZES)
+    model = make_reference(family, **SIZES | options)
     held = copy.deepcopy(model)
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")

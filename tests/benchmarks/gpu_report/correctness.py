@@ -7,6 +7,7 @@ all other results, it is the relative norm of the difference. Errors must stay w
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from batch_manager.triton_kernels.dispatch import kernel
 
 from .bench import Bench
 from .pages import Heads, PagedSequences, relative_error
+from .quantised_products import FORMATS as QUANTISED_FORMATS
+from .quantised_products import random_matrix
 from .records import FAILED, Record
 
 CHECK_SECONDS = 0.8            # estimate for a kernel, including its compilation
@@ -280,6 +283,12 @@ def _token_bitmask(bench: Bench) -> float:
                     bench.integers(-(2**31), 2**31, rows, -(-vocabulary // 32)))
 
 
+def _quantised_linear(bits: int, group: int, has_zeros: bool, rows: int, bench: Bench) -> float:
+    matrix = random_matrix(bench, *bench.pick((1000, 4096), (20, 40)), bits, group, has_zeros)
+    rows, size = bench.pick(rows, 2), bench.pick(4096, 40)
+    return error_of(bench, "quantised_linear", bench.normal(rows, size), *matrix, bench.normal(len(matrix[1])))
+
+
 def _beam_topk(bench: Bench) -> float:
     width, vocabulary = bench.pick((4, 32000), (2, 40))
     rows = 2 * width
@@ -325,7 +334,9 @@ def _lora_expand_add(bench: Bench) -> float:
 CHECKS: dict[str, Callable[[Bench], float]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "activation": _activation, "gated_activation": _gated_activation,
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
-    "fused_linear": _fused_linear, "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,
+    "fused_linear": _fused_linear, **{f"quantised_linear of {rows} rows, {name}": partial(_quantised_linear, *how, rows)
+       for (name, how), rows in zip(QUANTISED_FORMATS.items(), (7, 60, 200, 16), strict=True)},
+    "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,
     "paged_attention_decode": _decode, "paged_attention_decode in parts": _decode_in_parts,
     "paged_attention_decode and context over e4m3": _with_fp8_cache,
     "paged_attention_merge": _merge, "paged_attention_context": _context,

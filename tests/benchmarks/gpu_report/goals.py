@@ -55,6 +55,7 @@ _ROWS = (
     Goal("sampling", "time of reading the logits of a step once / time of sampling its tokens", None),
     Goal("decode-split", "decode attention with other parts of sequences, bytes of keys and values read per second / "
          "copy bandwidth", None),
+    Goal("quantised", "time of a product with plain weights / with quantised weights", None),
     Goal("settings", "time of a kernel with its present launch settings / with the settings of the case", None),
 )
 GOALS = {goal.name: goal for goal in _ROWS}

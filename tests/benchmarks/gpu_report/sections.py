@@ -56,6 +56,7 @@ WITHOUT_BUDGET = (
     Section("facts-eager", "without graphs", 0, ("fact",)),
     Section("published-eager", "without graphs", 0, ("G9",)),
     Section("fused-products", "products in one launch against separate launches", 0, ("G3-fused",)),
+    Section("quantised-products", "products with quantised weights against plain ones", 0, ("quantised",)),
     Section("settings", "launch settings of kernels; the fastest as code", 0, ("settings",)),
     Section("transformers", "the headline workload with transformers, which computes every query against the keys of "
             "all sequences", 0, ("G6b",)),
@@ -81,6 +82,7 @@ def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:
         idle,
         latency,
         published_workloads,
+        quantised_products,
         sampling,
         settings,
         step_profile,
@@ -97,6 +99,7 @@ def functions() -> dict[str, Callable[[Any], Iterator[Any]]]:
         RATES: denominators.run, CORRECTNESS: correctness.run, "decode-attention": decode_attention.run,
         "context-attention": context_attention.run, "host-time": host_time.run, "profile": step_profile.run,
         "sampling": sampling.run, "decode-split": decode_split.run, "fused-products": fused_products.run,
+        "quantised-products": quantised_products.run,
         "settings": settings.run, "transformers": transformers_peer.run,
         **{name: run for name, (run, _) in engines.items()},
         **{name + EAGER: partial(_without_graphs, run, shapes) for name, (run, shapes) in engines.items()}}

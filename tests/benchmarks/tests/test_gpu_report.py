@@ -147,7 +147,7 @@ def test_every_kernel_is_compared_by_value(dry_run):
         "activation", "ban_ngrams", "ban_words", "beam_topk", "deterministic_linear", "fused_linear",
         "gated_activation", "layer_norm", "lora_expand_add", "lora_shrink", "match_stop_words",
         "paged_attention_context", "paged_attention_decode", "paged_attention_merge", "philox", "prepare_step",
-        "rms_norm", "rope_kv_append", "sample_token",
+        "quantised_linear", "rms_norm", "rope_kv_append", "sample_token",
         "token_bitmask", "token_penalties"}
 
 

@@ -208,6 +208,10 @@ class QuantisedMatrix(PanelMatrix):
         self._prepare = np.zeros((1, OPERATION_NUMBERS), np.int64)
         self._prepare[0, :9] = PREPARE, 0, 0, 0, 2, self.prepared_entries, 0, self._padded, has_byte_rows
 
+    def sharing(self, bias: torch.Tensor | None, factor: float) -> "QuantisedMatrix":
+        """Return a matrix with the same panels, and another bias and factor."""
+        return QuantisedMatrix(self.panels, self.dtype, bias, factor, self.has_byte_rows)
+
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return rows of W, outputs [T] int64, as a new tensor [T, inputs] in the dtype of the rows.
 
