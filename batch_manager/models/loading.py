@@ -12,7 +12,6 @@ from ..contained_log import log
 from ..errors import ConfigError, InsufficientMemoryError, ModelLoadError, UnsupportedModelError, printable
 from ..layers.context import ONE_PROCESS, AdapterPort, LayerContext, Split
 from ..layers.weight_form import quantised_bytes, types_kept
-from ..loading_thread import check_interruption
 from ..triton_kernels.cpu.native.library import CannotCompileError, load_library
 from ..weights.checkpoint import GENERATION_CONFIG_FILE, Checkpoint, StoredWeights, open_checkpoint
 from ..weights.file_keys import unread
@@ -208,7 +207,7 @@ def refuse_to_quantise(context: LayerContext, checkpoint: Checkpoint | None, imp
 def _without_compiled_code() -> str:
     """Return why there is no compiled code; "": there is."""
     try:
-        load_library(check_interruption)
+        load_library()
     except CannotCompileError as error:
         return str(error)
     return ""
