@@ -33,6 +33,7 @@ SECONDS_BETWEEN_IDLE_LOOKS = 0.05     # for requests to replay; a batch ends the
 LOOKS_UNTIL_IDLE = 200                # without a batch: a second
 END = (-1).to_bytes(8, "big", signed=True)
 LARGEST_COUNT = 2**31 - 1
+LAYOUTS = "maps", "arrays", "mixed"
 # A kind of event in arrays -> its fields in order. Subscribers ignore further ones that they do not know.
 FIELDS = {"BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
                           "lora_name"),
@@ -49,7 +50,8 @@ class KvEventPublisher:
     hwm               batches that a socket keeps for a slow subscriber before it drops some
     max_queue_size    batches that wait for the thread; further ones are dropped, which leaves a gap in the numbers
     topic             first frame
-    layout            "maps": batches and events are maps, as of vLLM in 2026; "arrays": arrays, as before
+    layout            "maps": batches and events are maps, as of vLLM in 2026; "arrays": arrays, as before; "mixed":
+                      batches are arrays and events maps, as of SGLang 0.5.23
     timestamp         () -> seconds since 1970
 
     Raises ConfigError for wrong values, and for an address that cannot be used.
@@ -65,8 +67,9 @@ class KvEventPublisher:
         for name, text in (("endpoint", endpoint), ("topic", topic), ("replay_endpoint", replay_endpoint or "")):
             if not is_text(text):
                 raise ConfigError(f"{name} is {text!r:.200}", "expected a text that UTF-8 can encode")
-        if layout not in ("maps", "arrays"):
-            raise ConfigError(f"layout is {layout!r:.200}", "expected maps or arrays", "maps is the default")
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout is {layout!r:.200}", f"expected one of {', '.join(LAYOUTS)}",
+                              "maps is the default")
         self._topic, self._layout, self._timestamp = topic.encode(), layout, timestamp
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -178,10 +181,10 @@ class KvEventPublisher:
 
     def _encoded(self, events: Sequence[KvEvent]) -> bytes:
         listed: list[Any] = [each for event in events for each in event.to_vllm()]
-        if self._layout == "maps":
-            return msgspec.msgpack.encode({"ts": self._timestamp(), "events": listed, "data_parallel_rank": 0})
-        return msgspec.msgpack.encode([self._timestamp(), [
-            [each["type"], *(each[field] for field in FIELDS[each["type"]])] for each in listed], 0])
+        if self._layout == "arrays":
+            listed = [[each["type"], *(each[field] for field in FIELDS[each["type"]])] for each in listed]
+        batch = {"ts": self._timestamp(), "events": listed, "data_parallel_rank": 0}
+        return msgspec.msgpack.encode(batch if self._layout == "maps" else [*batch.values()])
 
     def _replay(self, router: "zmq.Socket[bytes]") -> None:
         frames = router.recv_multipart()

@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's indexer of KV events follows the prefix cache of an engine, as it follows vLLM's.
 
     python -m venv DYNAMO && DYNAMO/bin/pip install --no-deps ai-dynamo-runtime
-    python -m tests.campaigns.foreign_subscriber --python DYNAMO/bin/python [--requests 400]
+    python -m tests.campaigns.foreign_subscriber --python DYNAMO/bin/python [--requests 400] [--layout mixed]
 
 The indexer is a program of its own (`python -m dynamo.indexer`), on a CPU. It registers when the engine has served some
 requests, so it has to ask for the batches before. The engine has few blocks and host blocks: blocks move to the host,
@@ -72,8 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--python", required=True, help="an interpreter with ai-dynamo-runtime")
     parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--layout", default="arrays", help="arrays or mixed; it does not read maps")
     options, draw, client, key = parser.parse_args(), Random(0), Client(), b"key"
-    publisher = KvEventPublisher(LOCAL, replay_endpoint=LOCAL, layout="arrays")
+    publisher = KvEventPublisher(LOCAL, replay_endpoint=LOCAL, layout=options.layout)
     manager = make_manager(client, backend={"tokens_per_block": SIZE, "num_blocks": 40, "host_blocks": 12},
                            parts={"kv_events": publisher}, kv_cache_config=KvCacheConfig(
                                enable_block_reuse=True, host_cache_size=1, event_hash_key=key, event_tokens=True))

@@ -18,12 +18,11 @@ LOCAL = "tcp://127.0.0.1:*"
 Hash = bytes | int
 
 
-def schema(in_arrays: bool):
-    """Return the class of a batch, as vLLM's subscribers define it: in arrays, or in maps."""
-    options = {"array_like": in_arrays, "omit_defaults": True, "namespace": {"__module__": __name__}}
-
-    def struct(name, fields, **more):
-        return msgspec.defstruct(name, fields, **options, **more)
+def schema(layout: str):
+    """Return the class of a batch, as subscribers of vLLM (maps, arrays) and SGLang (mixed) define it."""
+    def struct(name, fields, in_arrays=layout == "arrays", **more):
+        return msgspec.defstruct(name, fields, array_like=in_arrays, omit_defaults=True,
+                                 namespace={"__module__": __name__}, **more)
 
     stored = struct("BlockStored", [
         ("block_hashes", list[Hash]), ("parent_block_hash", Hash | None), ("token_ids", list[int]),
@@ -34,14 +33,14 @@ def schema(in_arrays: bool):
                                       ("group_idx", int | None, None)], tag=True)
     cleared = struct("AllBlocksCleared", [], tag=True)
     return struct("KVEventBatch", [("ts", float), ("events", list[stored | removed | cleared]),
-                                   ("data_parallel_rank", int | None, None)])
+                                   ("data_parallel_rank", int | None, None)], layout != "maps")
 
 
 class Subscriber:
     """Follows the events of one publisher. `blocks` is what it believes: (medium, hash) of all blocks."""
 
-    def __init__(self, addresses: list[str], in_arrays: bool) -> None:
-        self.context, self.decoder = zmq.Context(), msgspec.msgpack.Decoder(schema(in_arrays))
+    def __init__(self, addresses: list[str], layout: str) -> None:
+        self.context, self.decoder = zmq.Context(), msgspec.msgpack.Decoder(schema(layout))
         self.events, self.replay = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         self.events.connect(addresses[0])
         self.events.setsockopt(zmq.SUBSCRIBE, b"kv")
@@ -116,11 +115,11 @@ def publish(make_manager, new_request):
         publisher.close()
 
 
-@pytest.mark.parametrize("layout", ["maps", "arrays"])
+@pytest.mark.parametrize("layout", publishing.LAYOUTS)
 def test_a_foreign_subscriber_knows_what_the_engine_can_find(publish, layout):
     manager, publisher, ask = publish(layout=layout)
     ask(range(3))                                                  # before anybody listens
-    subscriber = Subscriber(publisher.addresses, in_arrays=layout == "arrays")
+    subscriber = Subscriber(publisher.addresses, layout)
     try:
         subscriber.catch_up()
         assert subscriber.expected == publisher._next
@@ -183,7 +182,7 @@ def test_batches_without_room_and_ones_that_cannot_be_written_are_gaps_and_no_ot
     ('{"endpoint": 5}', "endpoint is 5; expected a text"),
     ('{"topic": "\\ud800"}', "topic is '.ud800'; expected a text"),
     ('{"hwm": 0}', "hwm is 0; expected an integer in 1"),
-    ('{"layout": "rows"}', "layout is 'rows'; expected maps or arrays")])
+    ('{"layout": "rows"}', "layout is 'rows'; expected one of maps, arrays, mixed")])
 def test_what_is_wrong_in_a_configuration_is_named(text, expected):
     with pytest.raises(ConfigError, match=expected):
         KvEventPublisher.of_json(text)
