@@ -158,7 +158,7 @@ def test_rounded_activations_change_logits_by_their_rounding(tmp_path, make_mana
         client = new_client()
         manager = make_manager(client, model_path=reference.folder, max_batch_size=most, dtype="float32",
                                quantized_activations=activations, deterministic=True, gather_context_logits=True)
-        assert manager.info.quantized_activations == (activations or "")
+        assert manager.info.quantized_activations == (activations or "") and not manager.info.not_compiled
         client.pending = [new_request(number, prompt, 1, return_context_logits=True)
                           for number, prompt in prompts.items()]
         client.wait_for_finals(*prompts)
