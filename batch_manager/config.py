@@ -474,7 +474,7 @@ class TrtGptModelOptionalParams:
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
                                 without beams and post-processors, except with InferenceRequest(speculation=False);
-                                run_ahead is then off. None: no drafts. Refused with TrtGptModelType.V1,
+                                a draft model rules run_ahead out. None: no drafts. Refused with TrtGptModelType.V1,
                                 Parts.stages and several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs

@@ -326,8 +326,8 @@ def _runs_ahead(arguments: EngineArguments, parts: Parts, info: BackendInfo) -> 
     params, reason, way_out = arguments.optional_params, None, None
     if arguments.is_static:
         reason, way_out = "TrtGptModelType.V1 runs one static batch in lockstep", "use InflightFusedBatching"
-    elif params.speculative_config is not None:
-        reason, way_out = "speculative_config drafts from the newest tokens", "leave speculative_config out"
+    elif (drafting := params.speculative_config) is not None and drafting.method == "draft_model":
+        reason, way_out = "a draft model drafts from the newest tokens", "use another method of speculative_config"
     elif parts.scheduler is not None and not _plans_by_lengths(parts.scheduler):
         reason = "a custom scheduler would see tokens that are one step old"
         way_out = "set plans_by_lengths = True on a scheduler that does not look at tokens"

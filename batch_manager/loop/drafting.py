@@ -17,6 +17,7 @@ from .draft_model import DraftModel
 from .ngrams import NgramDrafter
 
 MOST_MISSES, TOKENS_OF_A_REST, TOKENS_WITHOUT = 4, 16, 1024
+TOKENS_AHEAD = 4       # with run-ahead: tokens without drafts after a drafter of the user had none
 FADING = 0.99          # of a time for a draft that keeps a request without drafts, so that it is measured again
 MEMORY = 0.9           # weight of a step's drafts in the acceptance of a request, after each later step with drafts
 
@@ -104,8 +105,12 @@ class _Draft:
 class Drafting:
     """A Resource that proposes drafts for the generating requests of a plan.
 
-    Drafts take what the plan leaves of max_num_tokens, and of free blocks without cached content. So they never make a
-    request wait or pause, and never evict a block.
+    Drafts take what the plan leaves of max_num_tokens, and of free blocks without cached content. So they never make
+    another request wait or pause, and never evict a block.
+
+    With run-ahead, only a request that is in no step gets drafts, because they follow its newest token. Its next step
+    is launched when they have been verified. A request without drafts runs ahead, until `awaits` says that its next
+    step has to wait: then an earlier occurrence of its last tokens goes on, or a drafter of the user is to be asked.
 
     config    None: the engine proposes none, and those of clients are counted
     drafter   runs in a guarded block: if it raises, or returns something else, the step has no drafts
@@ -117,6 +122,7 @@ class Drafting:
         self._kv, self._limits, self._drafter, self._draft_cost = kv_cache_manager, limits, drafter, draft_cost
         self._most = 0 if config is None else min(config.num_speculative_tokens, limits.max_draft_tokens)
         self._model = drafter if isinstance(drafter, DraftModel) else None
+        self._ngrams = drafter if isinstance(drafter, NgramDrafter) else None
         self._guard, self._monotonic, self._fitted_at, self._step_seconds = guard, guard.monotonic, 0.0, 0.0
         self._first: LlmRequest | None = None
         self._forget: Callable[[LlmRequest], None] | None = getattr(drafter, "release", None)
@@ -195,10 +201,9 @@ class Drafting:
             drafting = self._model.seconds_per_draft / self._step_seconds
         share = share_of_a_draft(len(generation), self._draft_cost, drafting)
         for request in generation:
-            draft = self._of.get(request)
-            if draft is None:
+            draft, length = self._of.get(request), request.num_tokens
+            if draft is None or self._limits.runs_ahead and self._kv.kv_length(request) >= length:    # it is in a step
                 continue
-            length = request.num_tokens
             self._count(draft, length)
             if length >= draft.rests_until and request.final_length - length > 1:
                 most = min(self._most, left, request.final_length - length - 1)
@@ -212,8 +217,18 @@ class Drafting:
             if tokens := self._allowed(request, tokens[:left]):
                 proposed.append((request, tokens))
                 left -= len(tokens)
+            elif self._limits.runs_ahead and self._ngrams is None:
+                self._of[request].rests_until = request.num_tokens + TOKENS_AHEAD
         for request, tokens in self._with_blocks(proposed, generation, contexts, after_contexts):
             self._note(self._of[request], request, len(tokens))
+
+    def awaits(self, request: LlmRequest) -> bool:
+        """Whether the next step of a request in flight has to wait for this one, because it may have drafts."""
+        draft, length = self._of.get(request), request.num_tokens
+        if draft is None or not request.is_generating or length < draft.rests_until or (
+                request.final_length - length <= 2):
+            return False
+        return self._ngrams is None or self._ngrams.goes_on(request)
 
     def _propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""

@@ -76,12 +76,22 @@ class NgramDrafter:
     def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         left, proposed = MOST_INDEXED, []
         for request, most in zip(requests, max_lengths):
-            ngrams, tokens = self._of.get(request), request.tokens[0]
-            if ngrams is None:
-                ngrams = self._of[request] = Ngrams(self._shortest, self._longest)
+            ngrams, tokens = self._ngrams_of(request), request.tokens[0]
             left -= ngrams.read(tokens, left)
             proposed.append(ngrams.propose(tokens, most))
         return proposed
+
+    def _ngrams_of(self, request: LlmRequest) -> Ngrams:
+        ngrams = self._of.get(request)
+        if ngrams is None:
+            ngrams = self._of[request] = Ngrams(self._shortest, self._longest)
+        return ngrams
+
+    def goes_on(self, request: LlmRequest) -> bool:
+        """Whether the last tokens of a request have occurred before, in what is indexed. Indexes a little more."""
+        ngrams, tokens = self._ngrams_of(request), request.tokens[0]
+        ngrams.read(tokens, MOST_INDEXED // 32)
+        return bool(ngrams.propose(tokens, 1))
 
     def release(self, request: LlmRequest) -> None:
         self._of.pop(request, None)

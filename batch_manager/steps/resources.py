@@ -35,7 +35,8 @@ class Resource(Protocol):
 
     kv.PeftCacheManager is an example. The scheduler must plan within the limits of the resource. A resource may also
     have `fit(plan)`, which is called with each plan before its claim, and may propose drafts for generating requests;
-    `memory_usage()`, the memory that it takes beside the backend's; and `close()`, called after the last request.
+    `awaits(request)`, whether the next step of a request in flight has to wait for this one; `memory_usage()`, the
+    memory that it takes beside the backend's; and `close()`, called after the last request.
     """
 
     def claim(self, requests: Sequence[LlmRequest]) -> Sequence[DeviceOperation]:
@@ -68,7 +69,8 @@ class Resources:
 
     def __init__(self, kv_cache_manager: KvCacheManager, max_seq_len: int, others: Sequence[Resource] = ()) -> None:
         self.others = tuple(others)
-        self._fits = [fit for resource in others if (fit := getattr(resource, "fit", None)) is not None]
+        self._fits, self._awaits = ([method for resource in others if (method := getattr(resource, name, None))]
+                                    for name in ("fit", "awaits"))
         self.device_work = DeviceWork()
         self._kv = kv_cache_manager
         self._max_seq_len = max_seq_len
@@ -167,6 +169,12 @@ class Resources:
             end = self._kv.kv_length(request)    # one token: a request with drafts never runs ahead
             self._clear_span(request, end - 1, end)
         self._kv.rewind(generation, 1)
+
+    def awaited(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+        """Return the requests in flight whose next step has to wait for this one, because a resource says so."""
+        if not self._awaits:
+            return []
+        return [request for request in requests if any(awaits(request) for awaits in self._awaits)]
 
     def leaving_window(self, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
         """Return the started requests whose next claim frees blocks, because these blocks leave the window."""

@@ -46,7 +46,7 @@ class StepWindow:
         the step in flight does not yield the last token of the request,
         nothing on the host needs the tokens of the request before the next step is launched (in this case,
         `LlmRequest.in_lockstep` is False),
-        the request has no draft tokens, and
+        the request has no draft tokens, and will not get some for the next step, and
         all steps of its context were read, or its next claim frees no blocks.
 
     When a step is planned, each of its requests is therefore in at most one step in flight.
@@ -99,6 +99,7 @@ class StepWindow:
                      if request.state is not COMPLETE and request not in flight.void]
         blocked = [request.request_id for request in in_flight
                    if request.state is LAST_TOKEN or request.in_lockstep or request.draft_len]
+        blocked += [request.request_id for request in self._resources.awaited(in_flight)]
         # Blocks of an unread context must not be freed for others, because a failed step may leave any values in them.
         unread_contexts = [request for request in in_flight if request.context_read < request.prompt_len]
         blocked += [request.request_id for request in self._resources.leaving_window(unread_contexts)]

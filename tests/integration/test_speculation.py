@@ -45,7 +45,8 @@ ENGINES = {
         "model_type": TrtGptModelType.InflightBatching, "policy": SchedulerPolicy.MAX_UTILIZATION,
         "enable_chunked_context": True, "max_num_tokens": 24, "cpu_compile": False,
         "kv_cache_config": KvCacheConfig(tokens_per_block=8, max_tokens=19 * 8, enable_block_reuse=True)},
-    "window": {"kv_cache_config": KvCacheConfig(tokens_per_block=8, max_tokens=800, max_attention_window=24)},
+    "window, run-ahead": {"run_ahead": True, "kv_cache_config": KvCacheConfig(tokens_per_block=8, max_tokens=800,
+                                                                              max_attention_window=24)},
     "deterministic": {"deterministic": True},
     "experts": {}, "experts, deterministic, steps in torch": {"deterministic": True, "cpu_compile": False},
 }
@@ -97,7 +98,7 @@ def test_drafts_change_no_token_and_no_log_prob(make_manager, new_request, shall
     expected, record = serve(make_manager, new_request, **engine)
     assert "Draft Tokens" not in record
     every = (None, 1.0, 0.6, 0.0, "model") if name == "compiled" else (None, 0.7, "model")
-    for right in every[:2] if has_experts else every:
+    for right in every[:2] if has_experts or "run_ahead" in engine else every:
         options, config = engine, SpeculativeConfig(num_speculative_tokens=5)
         if right == "model":
             config = SpeculativeConfig("draft_model", 5, model=SHIPPED if name == "deterministic" else shallow,
@@ -399,7 +400,8 @@ def test_the_keys_are_those_of_vllm():
     ({"parts": {"drafter": KnowingDrafter({}, 9)}}, "SpeculativeConfig.method is 'ngram' with Parts.drafter"),
     ({"parts": {"drafter": KnowingDrafter({}, 9)}, "speculative_config": None}, "Parts.drafter is set without spec"),
     ({"model_type": TrtGptModelType.V1}, "speculative_config is set with TrtGptModelType.V1"),
-    ({"run_ahead": True}, "run_ahead is True; speculative_config drafts"),
+    ({"run_ahead": True, "speculative_config": SpeculativeConfig("draft_model", model=SHIPPED)},
+     "run_ahead is True; a draft model drafts"),
     ({"max_num_tokens": 8, "speculative_config": SpeculativeConfig(num_speculative_tokens=8)},
      "max_draft_tokens is 8 and max_num_tokens is 8")])
 def test_engines_that_cannot_draft_say_so(make_world, options, says):

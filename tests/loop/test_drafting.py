@@ -70,3 +70,38 @@ def test_ids_of_embeddings_are_no_drafts(make_world, new_request, monkeypatch):
     world.run()
     record = json.loads(world.client.stats[-1])
     assert record["Draft Tokens"] == 0 and "Failed propose Callbacks" not in record
+
+
+class Echo:
+    """Drafts what follows in a text that it knows; None: nothing."""
+
+    def __init__(self, window, texts):
+        self.window, self.texts = window, texts
+
+    def propose(self, requests, max_lengths):
+        assert not any(map(self.window().holds, requests))
+        return [(self.texts.get(request.request_id) or [])[request.total_generated_tokens:][:most]
+                for request, most in zip(requests, max_lengths)]
+
+
+@pytest.mark.parametrize(("method", "vocab_size", "texts", "least", "most"), [
+    ("ngram", 1000, (), 0.97, 1), ("ngram", 2, (), 0.2, 0.9), ("custom", 1000, (), 0.6, 0.9),
+    ("custom", 1000, (1,), 0, 0)])
+def test_a_request_runs_ahead_while_it_has_no_drafts(make_world, new_request, method, vocab_size, texts, least, most):
+    """In `least` to `most` of the iterations, a step is in flight at the end."""
+    known, worlds = {}, []
+    parts = {} if method == "ngram" else {"drafter": Echo(lambda: worlds[0].loop.window, known)}
+    world = make_world(speculative_config=SpeculativeConfig(method), parts=parts,
+                       backend={"is_asynchronous": True, "vocab_size": vocab_size, "verify": True})
+    worlds.append(world)
+    assert world.loop.window.runs_ahead
+    prompts = {i: [i, 0, 1] for i in (1, *texts)} if vocab_size > 2 else {1: [0, 1, 1]}
+    expected = {i: world.expected(prompt, 100) for i, prompt in prompts.items()}
+    known.update({i: expected[i] for i in texts})
+    world.client.pending = [new_request(i, prompt, 100) for i, prompt in prompts.items()]
+    ahead = []
+    while world.step():
+        ahead.append(len(world.loop.window) > 0)
+    assert all(world.client.final(i).tokens() == prompt + expected[i] for i, prompt in prompts.items())
+    assert least <= sum(ahead) / len(ahead) <= most
+    assert (json.loads(world.client.stats[-1])["Draft Tokens"] > 0) == bool(texts or vocab_size == 2)

@@ -22,7 +22,7 @@ TABLE = """
   N               =  =  =  =  =  =  =  =  -  =  r  =  =
   B                  =  r  =  =  =  =  =  =  -  =  =  =
   G                     =  =  =  =  =  =  =  =  =  =  =
-  A                        =  =  r  =  r  =  r  =  =  =
+  A                        =  =  r  =  r  =  =  =  =  =
   L                           =  r  =  =  =  =  =  =  =
   V                              =  r  r  -  r  r  =  =
   T                                 =  =  r  =  r  r  =
@@ -100,9 +100,7 @@ REASONS: dict[str, Reason] = {
         "disk_cache_path is set, and parallel_config has 2 ranks; each rank has a part of every block; leave "
         "disk_cache_path out"))),
     "BS": Reason("requests with beams get no drafts", off="S", of_request=True),
-    "AS": Reason("drafts follow the newest token", says=(
-        "run_ahead is True; speculative_config drafts from the newest tokens; leave run_ahead out, or leave "
-        "speculative_config out")),
+    "AS": Reason("a request runs ahead while it has no drafts"),
     "VS": Reason("a static batch yields one token of each request in a step", says=(
         "speculative_config is set with TrtGptModelType.V1; a step of a static batch yields one token of each request; "
         "leave it out, or use InflightFusedBatching")),

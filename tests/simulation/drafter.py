@@ -42,7 +42,8 @@ class SimulatedDrafter:
             return self._rng.choice([None, 5, [], [[0]] * (len(requests) + 1), [[self._vocab_size]] * len(requests),
                                      [[-1]] * len(requests), [[0.5]] * len(requests), [None] * len(requests),
                                      [[True]] * len(requests), [[0] * (most + 1) for most in max_lengths]])
-        return [self._drafts(request, most) for request, most in zip(requests, max_lengths)]
+        return [self._drafts(request, most) if self._rng.random() < 0.9 else []
+                for request, most in zip(requests, max_lengths)]
 
     def release(self, request: LlmRequest) -> None:
         self.held.discard(request)

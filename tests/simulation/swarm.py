@@ -212,7 +212,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         faults += tuple(fault.name for fault in menu_of(Place.ADAPTER) if adapter_rng.random() < 0.6)
     draft_rng = Random(f"drafts {seed}")
     drafts = 0
-    if "drafts" in features and not (static or run_ahead) and draft_rng.random() < 0.8:
+    if "drafts" in features and not static and draft_rng.random() < 0.8:
         drafts = min(draft_rng.choice([1, 2, 3, 7, 7, 20, 64]), max_num_tokens - 1)
     if drafts:
         faults += tuple(fault.name for fault in menu_of(Place.DRAFTER) if draft_rng.random() < 0.4)

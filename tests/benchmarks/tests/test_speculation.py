@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tests.benchmarks.speculation import PROMPTS, main
+from tests.benchmarks.speculation_peers import KINDS, table
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "austen-4m"
 
@@ -17,3 +18,11 @@ def test_both_engines_answer_each_prompt(capsys):
     for kind, count in (("open", len(PROMPTS["open"])), ("batch", 5)):
         assert results[kind]["outputs"] == results[kind]["equal"] == count
         assert results[kind]["tokens"] == 4 * count and results[kind]["speed"] > 0
+
+
+def test_the_table_of_several_engines_compares_their_tokens_per_second():
+    own = {kind: [[10, 1.0], [30, 1.0]] for kind in KINDS}
+    other = {kind: [[10, 2.0], [30, 2.5]] for kind in KINDS}
+    *_, first, second = table({"batch_manager": [own] * 2, "llama.cpp": [other] * 2})
+    assert first == "| open | batch_manager | 10 (10-10) | 30 (30-30) | 3 (3-3) |  |"
+    assert second == "| open | llama.cpp | 5 (5-5) | 12 (12-12) | 2.4 (2.4-2.4) | 2.5 (2.5-2.5) |"
