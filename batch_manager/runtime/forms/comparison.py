@@ -30,8 +30,8 @@ class Tolerance(NamedTuple):
 
 TOLERANCES = {torch.float32: Tolerance(1e-3, 1e-4), torch.float16: Tolerance(0.02, 1e-2),
               torch.bfloat16: Tolerance(0.1, 5e-2)}
-# With activations in 8 bits, the last bit of a number can change it by a hundredth. Found: up to 0.02 in float32 and 0.1
-# in bfloat16 (SmolLM2 135M, Gemma 3 270M).
+# With activations in 8 bits, the last bit of a number can change it by a hundredth. Found: up to 0.02 in float32 and
+# 0.1 in bfloat16 (SmolLM2 135M, Gemma 3 270M).
 SHARE_WITH_QUANTIZED_ACTIVATIONS = 0.3
 
 
