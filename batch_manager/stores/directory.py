@@ -225,7 +225,9 @@ class DirectoryStore:
             elif now - seen_at > SECONDS_UNTIL_SETTLED:
                 continue
             self._take_in(folder.name, dict(_listed(folder)))
-        for name in self._times.keys() - seen:
+        with self._lock:
+            named = {f"{first:02x}" for first in {key[0] for key in self._files}}
+        for name in (named | self._times.keys()) - seen:
             self._times.pop(name, None)            # another thread may look as well
             self._take_in(name, {})
 

@@ -1,6 +1,7 @@
 """C12, the prompt cache on disk: whatever happens to its files, a block that is read is the block that was saved."""
 
 import os
+import shutil
 import stat
 from random import Random
 
@@ -234,15 +235,17 @@ def test_the_directory_is_bounded_for_two_processes_and_what_was_used_last_stays
     size = files(folder)[0].stat().st_size
     limit = 20 * size
     both = [opened(folder, limit, timestamp=lambda: now[0]) for _ in range(2)]
+    reader = opened(folder, limit, timestamp=lambda: now[0], read_only=True)
     os.utime(files(folder)[0], (now[0], now[0]))
-    for number in range(400):
+    for number in range(200):
         now[0] += draw.choice([60.0, 5000.0, -3000.0])             # clocks jump
         process = both[draw.randrange(2)]
         block = chain(1, root=number.to_bytes(32, "big"))[0]
         save(process, [block])
         assert sum(file.stat().st_size for file in files(folder)) <= limit
         if number % 10 == 0:
-            load(process, [block])
+            reader.refresh()
+            assert load(process, [block]) == load(reader, [block]) == 1
     assert len(files(folder)) > 20 * EMPTIED - 4
     both[0]._scan()
     assert both[0].figures()["Disk Cache Blocks"] == len(files(folder))
@@ -271,7 +274,29 @@ def test_a_directory_that_is_only_read_does_not_change(folder):
             path.chmod(0o700)
 
 
-def test_a_directory_of_others_is_refused(folder):
+def test_a_directory_that_vanishes_costs_its_blocks_alone(folder):
+    store = opened(folder)
+    save(store, chain(3))
+    shutil.rmtree(folder)
+    assert load(store, chain(3)) == 0
+    for call in (store.refresh, lambda: save(store, chain(1))):      # what the engine contains
+        with pytest.raises(FileNotFoundError):
+            call()
+    opened(folder)
+    store.refresh()                                                # it is there again
+    save(store, chain(3))
+    assert load(store, chain(3)) == 3
+
+
+def test_a_directory_of_others_is_refused(folder, monkeypatch):
+    owner = os.stat(folder).st_uid
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: owner + 1)
+        for read_only in (False, True)[:2 if owner else 1]:          # one that is only read may belong to root
+            with pytest.raises(ConfigError, match=f"of user {owner} with mode 700; expected a directory of your own"):
+                opened(folder, read_only=read_only)
+        if not owner:
+            assert load(opened(folder, read_only=True), chain(1)) == 0
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="mode 770; expected a directory of your own"):
         opened(folder)
