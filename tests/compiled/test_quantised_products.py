@@ -306,9 +306,10 @@ def test_rows_are_decoded(kind, dtype):
                                                                                              ).to(dtype))
 
 
+@NATIVE
 @DTYPES
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_rows_are_decoded_as_the_gguf_library_does(kind, dtype):
+def test_rows_are_decoded_as_the_gguf_library_does(machine, kind, dtype):
     """For any bytes, among them scales that are denormal, infinite or NaN."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rows = np.random.default_rng(3).integers(0, 256, (500, 1024 // size * num_bytes), np.uint8)
