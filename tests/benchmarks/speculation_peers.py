@@ -62,9 +62,11 @@ def openvino(path: str, options: argparse.Namespace) -> Iterator[Answer]:
     import openvino
     import openvino_genai
 
+    how = openvino_genai.SchedulerConfig()
+    how.cache_size, how.enable_prefix_caching = 1, False         # a prompt comes twice, and is computed twice
     for looks_up in (False, True):
-        engine = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=options.threads, prompt_lookup=looks_up,
-                                            PERFORMANCE_HINT="LATENCY")
+        engine = openvino_genai.LLMPipeline(path, "CPU", scheduler_config=how, prompt_lookup=looks_up,
+                                            INFERENCE_NUM_THREADS=options.threads, PERFORMANCE_HINT="LATENCY")
         wanted = engine.get_generation_config()
         wanted.max_new_tokens, wanted.do_sample = options.tokens, False
         if looks_up:
