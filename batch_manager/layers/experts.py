@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.fixed_pieces import elementwise, row_by_row
-from ..weights.matrices import DenseSource, Part, Shape
+from ..weights.matrices import Dense, DenseSource, Part, Shape
 from ..weights.source import Weights
 from .context import LayerContext, Split
 from .linear import Linear
@@ -61,8 +62,9 @@ class Experts:
     """The sum of the chosen experts' outputs, each times its weight, plus the shared expert's output times its gate.
 
     The router computes a softmax over all experts in float32. The experts with the largest logits are chosen; among
-    equal ones, those with lower numbers. Outputs are added in the order of the experts' numbers, in float32. Each
-    expert multiplies its rows as `GatedMlp` does, so that with `deterministic` a row's bits depend on that row alone.
+    equal ones, those with lower numbers. Outputs are added in the order of the experts' numbers, in float32. With
+    Triton's kernels and matrices of numbers, `GroupedProducts` computes the outputs of all experts. Otherwise each
+    expert multiplies its rows as `GatedMlp` does. With `deterministic`, a row's bits depend on that row alone.
 
     Adapters apply to the shared expert alone. The router is never quantised.
 
@@ -82,9 +84,16 @@ class Experts:
         if not names.expert and not weights.has(stacked) and weights.has(f"{name}.experts.0.gate_proj.weight"):
             names = ExpertNames(names.router)              # a GGUF file has each matrix apart
         source = _source_of_experts(weights, context, name, hidden_size, parameters, names)
+        has_kernel = dispatch.use_triton(context.device) and context.weight_form is None
+        if has_kernel:
+            of_expert = replace(of_expert, deterministic=False)    # the kernel is; a plain form tells its matrix
         self.experts = [GatedMlp(source(number), of_expert, f"{name}.{names.expert.format(number)}".rstrip("."),
                                  hidden_size, parameters.size, activation, gate_up=names.gate_up, down=names.down,
                                  scale=scale) for number in range(parameters.count)]
+        self.grouped = None
+        if has_kernel and all(isinstance(part.matrix, Dense) for expert in self.experts
+                              for part in (expert.gate_up, expert.down)):
+            self.grouped = GroupedProducts(self.experts, context)
         self.shared = self.shared_gate = None
         if parameters.shared_size:
             self.shared = GatedMlp(weights, context, f"{name}.shared_expert", hidden_size, parameters.shared_size,
@@ -133,6 +142,8 @@ class Experts:
 
     def _sum(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the sum [T, hidden size] of the outputs of each row's experts."""
+        if self.grouped is not None:
+            return self.grouped(x, chosen, weights)
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         by_expert = chosen.flatten().argsort(stable=True)
         counts = torch.zeros(self.parameters.count, dtype=torch.int64, device=x.device)
@@ -149,6 +160,41 @@ class Experts:
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.softmax(logits, 1)
+
+
+class GroupedProducts:
+    """The outputs of all experts in two products, whatever the number of rows of each; the host waits for nothing.
+
+    experts   in order of their numbers, with Dense matrices, which are copied; the list is empty afterwards
+    """
+
+    def __init__(self, experts: list[GatedMlp], context: LayerContext) -> None:
+        self.activation, self._is_deterministic = experts[0].activation, context.deterministic
+        self._numbers = torch.arange(len(experts), dtype=torch.int64, device=context.device)
+        self._multiply, self._activate = (dispatch.kernel(name, context.device)
+                                          for name in ("moe_grouped_gemm", "gated_activation"))
+        gate_ups, downs = ([getattr(expert, part).matrix.weight for expert in experts] for part in ("gate_up", "down"))
+        experts.clear()
+        self.gate_up = torch.stack(gate_ups)
+        gate_ups.clear()
+        self.down = torch.stack(downs)
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum [T, hidden size] of the outputs of each row's experts.
+
+        chosen, weights   [T, n] numbers of the experts of each row, and their weights in float32
+        """
+        chosen, order = chosen.sort(1)                     # outputs are added in the order of the experts' numbers
+        expert, place = chosen.flatten().sort(stable=True)                  # places in [T * n], by expert
+        ends = torch.searchsorted(expert, self._numbers, right=True, out_int32=True)
+        gate_up = self._multiply(x, self.gate_up, ends, place // chosen.shape[1])
+        hidden = self._activate(gate_up, self.activation, deterministic=self._is_deterministic)
+        outputs = self._multiply(hidden, self.down, ends, None, place, weights.gather(1, order).flatten()
+                                 ).view(*chosen.shape, -1)
+        y = outputs[:, 0]
+        for number in range(1, chosen.shape[1]):
+            y = y + outputs[:, number]
+        return y.to(x.dtype)
 
 
 class _Unsummed:

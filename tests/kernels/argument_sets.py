@@ -27,6 +27,7 @@ OF_THE_MODEL = {
     "layer_norm": ("hidden", "weight", "bias", "residual", "out"),
     "lora_expand_add": ("y", "pages"),
     "lora_shrink": ("x", "pages"),
+    "moe_grouped_gemm": ("x", "weight"),
     "paged_attention_context": ("query", "kv_pool", "out"),
     "paged_attention_decode": ("query", "key", "value", "kv_pool", "out", "query_norm", "key_norm"),
     "paged_attention_merge": ("out",),

@@ -166,6 +166,16 @@ def quantised(size, columns, bits, group, *, rows=16, has_zeros=False):
                      tensor(columns, groups, dtype=torch.float16), zeros, bits, group, residual=tensor(rows, columns))
 
 
+def experts(count, rows, hidden_size, size):
+    """Launch both products of a layer whose router chooses two of `count` experts for each of `rows` rows."""
+    from batch_manager.triton_kernels.moe_grouped_gemm import moe_grouped_gemm
+
+    place = tensor(2 * rows, dtype=torch.int64)
+    moe_grouped_gemm(tensor(rows, hidden_size), tensor(count, 2 * size, hidden_size), integers(count), place)
+    moe_grouped_gemm(tensor(2 * rows, size), tensor(count, hidden_size, size), integers(count), None, place,
+                     tensor(2 * rows, dtype=torch.float32))
+
+
 def lora(size, outputs, dtype=torch.bfloat16):
     """Launch both products of adapters for projections of `size` inputs and these numbers of outputs."""
     from batch_manager.triton_kernels.lora_expand_add import lora_expand_add
@@ -323,6 +333,7 @@ CASES = {
     "lora 100": lambda: lora(100, [70]),
     "lora qkv 135M float16": lambda: lora(576, [576, 192, 192], torch.float16),
     "lora qkv 135M float32": lambda: lora(576, [576, 192, 192], torch.float32),
+    "experts of Mixtral": lambda: experts(8, 16, 4096, 14336),
     "fused qkv 8B": lambda: fused(4096, 6144),
     "fused gate up 8B": lambda: fused(4096, 14336, activation="silu", gated=True),
     "fused qkv 135M": lambda: fused(576, 960),
@@ -365,10 +376,9 @@ CASES = {
 ON_EACH_GPU = (
     "decode D128 G4 merges", "decode D64 window sinks", "decode D128 G4 fp8", "decode D256 softcap window",
     "decode D256 G2 norms window", "context D128 fp8", "context D128 softcap window",
-    "context D128 slopes sink logits fixed parts", "linear 4096", "lora qkv 8B", "fused gate up 8B",
-    "fused down GPT-2", "fused gate up 1B 64 rows", "quantised Q4_0 gate up 8B", "rope D128 fp8", "norms 4096",
-    "activations", "sampling",
-    "fixed step", "bitmask", "histories", "beams 8",
+    "context D128 slopes sink logits fixed parts", "linear 4096", "lora qkv 8B", "experts of Mixtral",
+    "fused gate up 8B", "fused down GPT-2", "fused gate up 1B 64 rows", "quantised Q4_0 gate up 8B", "rope D128 fp8",
+    "norms 4096", "activations", "sampling", "fixed step", "bitmask", "histories", "beams 8",
 )
 
 

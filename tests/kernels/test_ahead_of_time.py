@@ -23,7 +23,7 @@ KERNELS = {
     "_activation_kernel", "_ban_ngrams_kernel", "_ban_words_kernel", "_beam_block_kernel", "_beam_group_kernel",
     "_beam_row_kernel", "_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
     "_gated_activation_kernel", "_layer_norm_kernel", "_lora_expand_add_kernel", "_lora_shrink_kernel",
-    "_match_stop_words_kernel", "_merge_kernel", "_philox_kernel",
+    "_match_stop_words_kernel", "_merge_kernel", "_moe_grouped_gemm_kernel", "_philox_kernel",
     "_prepare_step_kernel", "_quantised_linear_kernel", "_rms_norm_kernel", "_rope_kv_append_kernel",
     "_sample_digit_kernel", "_sample_token_kernel", "_sample_block_kernel",
     "_sample_piece_kernel", "_token_bitmask_kernel", "_token_penalties_kernel",

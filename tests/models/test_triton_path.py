@@ -24,6 +24,8 @@ from tests.weights.test_quantised_folders import FORMATS, write_folder
 FAMILIES = [
     ("Mistral", {"num_hidden_layers": 1, "sliding_window": 11}),
     ("Qwen3", {"num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": True}, "Q4_0"),
+    ("Qwen3Moe", {"num_hidden_layers": 1, "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 3,
+                  "moe_intermediate_size": 48}),
     ("GPT2", {"n_layer": 1}),
     ("Gemma3", {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
                 "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0}),

@@ -34,7 +34,7 @@ ALLOWED: dict[str | tuple[str, str], str] = {
     ("batch_manager/decoding/logits_return.py", "context_logits"):
         "the logits of a prompt may be too large for the device, which computes and returns them in pieces",
     ("batch_manager/layers/experts.py", "Experts._sum"):
-        "calls of the layers multiply as many rows as chose an expert; no other form of a step computes experts",
+        "without Triton's kernels, each expert multiplies as many rows as chose it",
     ("batch_manager/decoding/decoder.py", "GptDecoder.sample_largest"): "for compiled steps, which run on a CPU",
     **dict.fromkeys([("batch_manager/runtime/ranks/backend.py", name) for name in ("RunLayers.finish", "input_tokens")],
                     "ranks run each step after the one before was read, and rank 0 sends its tokens to the others"),

@@ -135,6 +135,21 @@ def _deterministic_linear(bench: Bench) -> float:
                     bench.normal(columns), out=bench.poisoned(rows, columns))
 
 
+def _moe_grouped_gemm(bench: Bench) -> float:
+    """Both products of a layer with experts, with few rows and with many."""
+    errors = []
+    for count, rows, hidden, size in bench.pick(((8, 16, 4096, 14336), (64, 1000, 2048, 1024)), ((3, 2, 20, 17),)):
+        order = np.random.default_rng(0).permutation(2 * rows)
+        ends = bench.tensor(np.sort(np.random.default_rng(1).integers(0, 2 * rows, count - 1)).tolist() + [2 * rows],
+                            torch.int32)
+        place, factors = bench.tensor(order, torch.int64), bench.normal(2 * rows, dtype=torch.float32)
+        errors.append(error_of(bench, "moe_grouped_gemm", bench.normal(rows, hidden),
+                               bench.normal(count, 2 * size, hidden), ends, place // 2))
+        errors.append(error_of(bench, "moe_grouped_gemm", bench.normal(2 * rows, size),
+                               bench.normal(count, hidden, size), ends, None, place, factors))
+    return max(errors)
+
+
 def _fused_linear(bench: Bench) -> float:
     cases = bench.pick(((1, 4096, 14336), (16, 4096, 14336), (100, 576, 1536), (256, 2048, 8192)), ((3, 20, 18),))
     errors = []
@@ -334,6 +349,7 @@ def _lora_expand_add(bench: Bench) -> float:
 CHECKS: dict[str, Callable[[Bench], float]] = {
     "rms_norm": _rms_norm, "layer_norm": _layer_norm, "activation": _activation, "gated_activation": _gated_activation,
     "rope_kv_append": _rope_kv_append, "deterministic_linear": _deterministic_linear,
+    "moe_grouped_gemm": _moe_grouped_gemm,
     "fused_linear": _fused_linear, **{f"quantised_linear of {rows} rows, {name}": partial(_quantised_linear, *how, rows)
        for (name, how), rows in zip(QUANTISED_FORMATS.items(), (7, 60, 200, 16), strict=True)},
     "lora_shrink": _lora_shrink, "lora_expand_add": _lora_expand_add,

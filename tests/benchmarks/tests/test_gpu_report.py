@@ -145,7 +145,7 @@ def test_every_kernel_is_compared_by_value(dry_run):
     kernels = {line["case"].partition(" ")[0] for line in lines if line["goal"] == "correctness"}
     assert kernels == {
         "activation", "ban_ngrams", "ban_words", "beam_topk", "deterministic_linear", "fused_linear",
-        "gated_activation", "layer_norm", "lora_expand_add", "lora_shrink", "match_stop_words",
+        "gated_activation", "layer_norm", "lora_expand_add", "lora_shrink", "match_stop_words", "moe_grouped_gemm",
         "paged_attention_context", "paged_attention_decode", "paged_attention_merge", "philox", "prepare_step",
         "quantised_linear", "rms_norm", "rope_kv_append", "sample_token",
         "token_bitmask", "token_penalties"}
