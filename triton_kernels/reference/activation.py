@@ -1,14 +1,6 @@
 """The activation of an ungated MLP.
 
-    out = f(hidden)        f: "gelu"      x * Phi(x), with the error function
-                              "gelu_new"  the tanh approximation of "gelu" (GPT-2)
-                              "silu"      x * sigmoid(x)
-                              "relu"      max(x, 0)
-
-Shapes      hidden, out              [T, I]   T rows of I entries; contiguous rows, any row stride
-Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     out, which can be `hidden`; None: allocated.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/activation.py.
 """
 
 import torch

@@ -1,26 +1,6 @@
 """The best continuations of groups of beams.
 
-    log_prob = log_softmax(logits / temperature)                      temperature 0 means 1
-             = logits, in rows with are_log_probs
-    rank     = number of better tokens in the same row                larger log_prob first, then lower id
-    score    = cum_log_probs of the row + log_prob - diversity_rate of the group * rank
-    Returns the num_candidates largest scores of each group, best first; ties: first row, then lower rank
-
-Shapes      logits          [R, V]   any float dtype, R rows (beams) of V tokens, contiguous rows, any row stride;
-                                     -inf = forbidden token
-            temperature     [R] float32
-            cum_log_probs   [R] float32   -inf: the row has no candidates
-            diversity_rate  [G] float32   >= 0; 0: scores are sums of log-probs
-            group_starts    [G + 1] int32   group g has the rows group_starts[g] .. group_starts[g + 1] - 1
-            num_candidates  K >= 1
-            max_rows        at least the number of rows of the largest group
-            are_log_probs   [R] bool   the logits of the row are log-probs and are used as they are; None: in no row
-Returns     log_probs       [G, K] float32   log-prob of the token alone; -inf past the last candidate of a group
-            parents         [G, K] int32   row within the group; 0 past the last candidate
-            tokens          [G, K] int32   0 past the last candidate
-            finite          [R] bool   False for a row with NaN or +inf, or only -inf; such a row has no candidates
-
-The result of a group depends on that group alone, and its first k candidates do not depend on K.
+Arguments, results and rules are those of the kernel, in triton_kernels/beam_topk.py.
 """
 
 import torch

@@ -1,13 +1,6 @@
 """A deterministic linear layer: the bits of a row depend on that row alone.
 
-    out = x W^T + bias
-
-Shapes      x                        [T, K]   T rows of K inputs; contiguous rows, any row stride
-            weight                   [N, K]   N outputs; contiguous
-            bias                     [N] or None
-            out                      [T, N]   None: allocated
-Mutates     out.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/deterministic_linear.py.
 
 The oracle itself is not deterministic: torch selects its routine for the product by the number of rows.
 """

@@ -1,21 +1,6 @@
 """A linear layer for at most MOST_ROWS rows, fused with the norm before it and the activation or residual sum after it.
 
-    n    = x, or RMSNorm of x, or LayerNorm of x, rounded to the dtype of x
-    y    = n W^T + bias
-    out  = y                                             without activation and residual
-           f(y), with y rounded to the dtype             with an activation, one of `activation.KINDS`
-           f(y[:, :I]) * y[:, I:], with y rounded        with a gated activation; I is half of the rows of W
-           residual + y, rounded once                    with a residual, in place
-
-Shapes      x                        [T, K]   T rows of K inputs, T <= MOST_ROWS; contiguous rows, any row stride
-            weight                   [N, K]   N outputs; contiguous; [2 I, K] when gated, the rows of the gate first
-            bias                     [N] or None
-            norm_weight, norm_bias   [K]   norm_weight None: no norm; norm_bias None: RMSNorm,
-                                           x / sqrt(mean(x^2) + epsilon) * (weight_offset + norm_weight)
-            residual                 [T, N]   contiguous rows; None: no residual
-            out                      [T, N], or [T, I] when gated   None: allocated
-Mutates     residual, or else out. Neither may share memory with x.
-Returns     the mutated tensor.
+Arguments, results and rules are those of the kernel, in triton_kernels/fused_linear.py.
 """
 
 import torch

@@ -1,12 +1,6 @@
 """The activation of a gated MLP, on its packed projection.
 
-    out = f(gate_up[:, :I]) * gate_up[:, I:]        f is named by `kind`: "silu", "gelu", "gelu_new", "relu"
-
-Shapes      gate_up                  [T, 2 I]   gate first, then up; contiguous rows, any row stride
-            out                      [T, I]   None: allocated
-Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     out.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/gated_activation.py.
 """
 
 import torch

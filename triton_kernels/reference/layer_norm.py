@@ -1,17 +1,6 @@
 """LayerNorm, with an optional residual addition before it.
 
-    residual += hidden                                    with a residual; rounded to its dtype
-    x         = residual, or hidden without one
-    out       = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias
-
-Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads; the last dimension contiguous, any
-                                                stride in the others
-            residual                 [T, E]   contiguous rows; None: no addition
-            weight                   [E], or [H, E] if hidden is [T, H, E]
-            bias                     [E] or None
-Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     residual and out. `out` can be `hidden`. If `out` is None, the function allocates a tensor.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/layer_norm.py.
 """
 
 import torch

@@ -1,19 +1,6 @@
 """The second product of LoRA adapters, added to a layer's outputs: B times the result of lora_shrink.
 
-    y[t, first output of k + o] += sum of B[o, r] * (sum of shrunk[p, k, t, r] over p) over the ranks r
-
-Shapes      y               [T, O]          outputs of the layer; contiguous rows, any row stride
-            shrunk          [pieces, K, T, R] float32, from lora_shrink
-            pages           [P, E]          pages of adapters, each with one rank of every projection of a model
-            tiles           [W, 3] int32    first row, end, adapter: at most ROWS adjacent rows of one adapter
-            adapter_pages   [D, R] int32    page of each rank of each adapter
-            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there
-            projections     [K, 5] int32    number (column of `ranks`), A's place in a page and B's place, both in units
-                                            of UNIT entries, first output in the layer, number of outputs
-            most_outputs    largest number of outputs in `projections`
-            aligned         whether every first output and number of outputs is a multiple of UNIT
-Mutates     y, of rows in `tiles` and of projections that their adapter changes.
-Returns     y.
+Arguments, results and rules are those of the kernel, in triton_kernels/lora_expand_add.py.
 """
 
 import torch

@@ -1,17 +1,6 @@
 """The first product of LoRA adapters: rows of a step times the A of their adapters, for all projections of a layer.
 
-    out[p, k, t, r] = sum of x[t, i] * A[r, i] over the inputs i of piece p;  A is that of row t's adapter, projection k
-
-Shapes      x               [T, I]          rows of I inputs; contiguous rows, any row stride
-            pages           [P, E]          pages of adapters, each with one rank of every projection of a model
-            tiles           [W, 3] int32    first row, end, adapter: at most ROWS adjacent rows of one adapter
-            adapter_pages   [D, R] int32    page of each rank of each adapter
-            ranks           [D, N] int32    rank of each adapter in each projection of the model; 0: it has none there
-            projections     [K, 5] int32    number (column of `ranks`), A's place in a page and B's place, both in units
-                                            of UNIT entries, first output in the layer, number of outputs
-            out             [pieces, K, T, R] float32; None: allocated
-Mutates     out, of rows in `tiles` and of ranks that their adapter has.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/lora_shrink.py.
 """
 
 import torch

@@ -1,16 +1,6 @@
 """Whether the newly sampled token completes a stop word.
 
-    a row ends if (the first `length` tokens of its history, token) ends with a word of its list
-
-Shapes      token                    [R]   any integer dtype: the sampled token of each row
-            history                  [H, C]   int32, contiguous rows, any row stride
-            history_row              [R] int64   row of `history` with the sequence of each row
-            length                   [R] int64   number of tokens before `token`, in the row of `history`, at most C
-            lists                    [L] int32   lists of words, as in `ban_words`
-            list_start               [R] int32   start of the row's list
-            count                    [R] int32   number of words in the row's list
-            the result               [R] bool
-Unused      history and history_row of a row whose words all have one token; history_row is then arbitrary
+Arguments, results and rules are those of the kernel, in triton_kernels/match_stop_words.py.
 """
 
 import torch

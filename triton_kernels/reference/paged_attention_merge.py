@@ -1,19 +1,6 @@
 """Combine the partial results of a split attention.
 
-    out[s, h] = sum_i w_i * partial_out[i, h],   w_i = 2^lse_i / sum_j 2^lse_j,   lse = partial_lse[:, h]
-    over the partial results i = part_starts[s] .. part_starts[s + 1] - 1 of sequence s
-
-Shapes      partial_out              [P, HQ, D] float32   P partial results of HQ heads, each normalized by its own sum
-                                                          of weights; rows that belong to no sequence are not read
-            partial_lse              [P, HQ] float32   base-2 logarithm of this sum
-            part_starts              [S + 1] int32   ascending
-            out                      [S, HQ, D]
-            merged_rows              [S] int32   row of out for each sequence s; out may then have any number of rows.
-                                                  None: row s
-Needs       for each sequence with partial results, and each head, at least one partial_lse above -inf. Partial results
-            with -inf are ignored.
-Mutates     out, except for sequences without partial results.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/paged_attention_merge.py.
 """
 
 import torch

@@ -1,16 +1,6 @@
 """RMSNorm, with an optional residual addition before it.
 
-    residual += hidden                                    with a residual; rounded to its dtype
-    x         = residual, or hidden without one
-    out       = x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)
-
-Shapes      hidden, out              [..., E]   [T, E] or [T, H, E] for H heads, such as the heads of a packed tensor;
-                                                the last dimension contiguous, any stride in the others
-            residual                 [T, E]   contiguous rows; None: no addition
-            weight                   [E]
-Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-Mutates     residual and out. out can be `hidden`; None: allocated.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/rms_norm.py.
 """
 
 import torch

@@ -1,47 +1,6 @@
 """Sample one token per row of logits.
 
-    x    = logits / temperature,  p = softmax(x)
-    keep = the tokens that pass three filters in turn:
-           top_k: the top_k largest logits, with all ties of the last
-           top_p: by descending renormalized probability, the tokens up to the one at which the sum reaches top_p, with
-                  all ties of the last
-           min_p: the logits >= max(logits) + temperature * log(min_p)
-    block    = of the blocks of 64 consecutive ids, the one with the largest log(sum of its kept p) + G(BLOCKS, block)
-    token    = of the kept ids in that block, the one with the largest log(p) + G(TOKENS, id mod 64)
-    log_prob = log p[token], without any filter
-
-G(purpose, number) = -log(-log(u)), with u = uniform(seed, position, purpose, number) from `philox`. So a token is drawn
-with its kept probability (Gumbel's rule, twice), and draws with the same seed and position from close distributions
-mostly give the same token. Of equal values, the lower id counts.
-
-Shapes      logits                   [R, V]   any float dtype, R rows of V tokens, contiguous rows, any row stride;
-                                     -inf = forbidden token
-            temperature              [R] float32   0: greedy, with the log-prob at temperature 1
-            top_k                    [R] int32   0: off
-            top_p                    [R] float32   off if >= 1, or if 0 in a row with top_k > 0
-            min_p                    [R] float32   0 or None: off
-            seed                     [R] int64   the bits of the request's unsigned seed
-            position                 [R] int32   position of the sampled token in its sequence
-            tokens                   [R] int32 or any integer dtype   None: allocated
-            log_probs                [R] float32   None: allocated
-            finite                   [R] bool or any integer dtype   None: allocated. The caller can pass tokens,
-                                     log_probs and finite, so that a captured graph writes to fixed addresses
-            wants_log_prob           [R] bool on the host   rows that need a log-prob; in other rows it is arbitrary.
-                                     None: all
-            only_greedy              True: the caller guarantees that every row is greedy
-            slots                    [R] int64   index of each row in temperature, top_k, top_p, min_p, seed and end_id,
-                                     which then are [S]. None: row r has index r
-            end_id                   [R] int32   the token that ends the sequence; -1: none. None if finish is None
-            finish                   [R] any integer dtype   1 if the token is the end_id, else 0; can be None
-            last_tokens              [S, C] int64, contiguous, C a power of two   stores the tokens, at
-                                     [slots, position mod C]; can be None
-            counts                   [R, BUCKETS] int32, zeros   scratch memory. None: allocated
-Greedy      temperature == 0, or top_k == 1, or top_k == 0 and top_p == 0: the largest logit; ties: the lowest id.
-Mutates     tokens, log_probs, finite, finish, last_tokens, counts. finite is False for a row with NaN or +inf, or only
-            -inf; its token is then 0 and its log-prob NaN.
-Returns     (tokens, log_probs, finite).
-
-The result of a row depends on that row alone.
+Arguments, results and rules are those of the kernel, in triton_kernels/sample_token.py.
 """
 
 import torch

@@ -1,10 +1,6 @@
 """Forbid the tokens whose bit is not set in a bitmask.
 
-    logits[r, t] = -inf        if bit t % 32 of bitmask[r, t // 32] is 0
-
-Shapes      logits                   [R, V]   any float dtype
-            bitmask                  [R, W] int32, W >= V / 32; bit 0 is the lowest; bits of tokens past V are not read
-Mutates     logits.
+Arguments, results and rules are those of the kernel, in triton_kernels/token_bitmask.py.
 """
 
 import torch

@@ -1,22 +1,6 @@
 """Repetition, presence and frequency penalties of the tokens of a sequence.
 
-    n(id) = number of occurrences of `id` in the first `length` tokens of the row's history
-    x     = logits[id], for all ids with n(id) > 0
-    x     = x * repetition if x < 0, else x / repetition
-    m(id) = number of those occurrences from token `ignored` on
-    x     = x - (presence if m(id) > 0) - frequency * m(id)
-
-Shapes      logits                   [R, V]   float32, R rows of V tokens, contiguous rows, any row stride
-            history                  [H, C]   int32, contiguous rows, any row stride; ids >= V have no logit
-            history_row              [R] int64   row of `history` with the sequence of each row of logits
-            length                   [R] int64   number of tokens of the sequence in its row of `history`, at most C
-            repetition               [R] float32   above 0; 1: off
-            presence, frequency      [R] float32   0: off
-            ignored                  [R] int32   number of leading tokens that presence and frequency ignore, 0..length
-Unused      history, history_row and length of a row with repetition 1, presence 0 and frequency 0. The row is
-            unchanged; history_row and length are then arbitrary
-Mutates     logits. Finite logits stay finite: they saturate at the largest float32. NaN and infinite logits are
-            unchanged.
+Arguments, results and rules are those of the kernel, in triton_kernels/token_penalties.py.
 """
 
 import torch
