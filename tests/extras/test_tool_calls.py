@@ -220,6 +220,13 @@ def test_a_text_behind_another_one_begins_a_line(size):
     assert [event.text for event in found if event.kind == "text"] == ["Sure.", "\nBye."]
 
 
+@pytest.mark.parametrize("text, expected", [("Use </tool_call> here.", "Use  here."), ("a</tool_call>b", "ab"),
+                                            ("a\n</tool_call>\nb\n", "a\n\nb\n"), ("</tool_call> a", " a")])
+def test_an_end_mark_without_a_call_is_left_out_and_nothing_is_added(text, expected):
+    for pieces in ([text], list(text)):
+        assert [event.text for event in texts.parsed("hermes", pieces, {})] == [expected]
+
+
 def test_names_that_are_not_in_the_list():
     """A call with a mark of its own is the client's to answer; without one, the text is no call."""
     (begins, *_) = texts.parsed("hermes", ['<tool_call>{"name": "other", "arguments": {}}</tool_call>'], {"f": {}})

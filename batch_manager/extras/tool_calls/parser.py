@@ -172,9 +172,9 @@ class CallParser:
                 text = "\n" + text
         if not text:
             return
-        self._has_text |= kind == TEXT
         stripped = text.rstrip()
         if stripped:
+            self._has_text |= kind == TEXT
             self._add(kind, self._blank + stripped)
             self._blank = text[len(stripped):]
         else:
@@ -256,7 +256,6 @@ class CallParser:
         elif state.sink == TEXT:
             if go.state not in ("text", "header"):
                 self._raw += mark
-            self._skips_blank |= go.state == "text"
         elif state.sink == REASONING:
             self._blank, self._skips_blank = "", True
         elif state.sink == NAME:
