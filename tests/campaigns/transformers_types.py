@@ -30,6 +30,7 @@ import re
 import resource
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -346,16 +347,24 @@ def write(results: list[dict]) -> None:
     lines = ['"""Model types of transformers that were proven to run in the engine, and why others do not run.', "",
              "Written by tests/campaigns/transformers_types.py, which keeps its results in transformers_types.json.",
              '"""', "", f"VERSIONS = {json.dumps(versions)}", "",
-             "# Model type -> the kinds of layers in the configurations that were tested.",
-             "PROVEN: dict[str, tuple[str, ...]] = {"]
-    for name, kinds in sorted(proven.items()):
-        line = f"    {json.dumps(name)}: ({', '.join(map(json.dumps, kinds))}{',' * (len(kinds) == 1)}),"
-        lines += [line] if len(line) <= 120 else [
-            f"    {json.dumps(name)}: (", *(f"        {json.dumps(kind)}," for kind in kinds), "    ),"]
-    lines += ["}", "", "# Model type -> the reason, as error messages quote it.", "REFUSED: dict[str, str] = {"]
-    for name, reason in sorted(refused.items()):
-        lines += [f"    {json.dumps(name)}:", f"        {json.dumps(reason)},"]
-    PROVEN_FILE.write_text("\n".join([*lines, "}", ""]))
+             *grouped("Kinds of layers in the configurations that were tested, by comma -> model types.", "_PROVEN", {
+                 name: ", ".join(kinds) for name, kinds in proven.items()}),
+             "", *grouped("Reason, as error messages quote it -> model types.", "_REFUSED", refused), "",
+             "PROVEN = {name: tuple(filter(None, kinds.split(\", \"))) for kinds, names in _PROVEN.items() "
+             "for name in names.split()}",
+             "REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}", ""]
+    PROVEN_FILE.write_text("\n".join(lines))
+
+
+def grouped(comment: str, name: str, table: dict[str, str]) -> list[str]:
+    """Return the lines of a dictionary: value of `table` -> its keys, with blanks between them."""
+    lines = [f"# {comment}", f"{name} = {{"]
+    for value in dict.fromkeys(value for _, value in sorted(table.items())):
+        names = textwrap.wrap(" ".join(key for key in sorted(table) if table[key] == value), 108,
+                              break_on_hyphens=False)
+        lines += [f"    {json.dumps(value)}:", *(f"        {json.dumps(f'{line} ')}" for line in names[:-1]),
+                  f"        {json.dumps(names[-1])},"]
+    return [*lines, "}"]
 
 
 def short(reason: str) -> str:
