@@ -524,27 +524,22 @@ class TrtGptModelOptionalParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kv_cache_config, KvCacheConfig):
-            raise ConfigError(f"kv_cache_config is of type {type(self.kv_cache_config).__name__}",
-                              "expected a KvCacheConfig", "pass KvCacheConfig(max_tokens=...)")
-        if self.peft_cache_config is not None and not isinstance(self.peft_cache_config, PeftCacheConfig):
-            raise ConfigError(f"peft_cache_config is of type {type(self.peft_cache_config).__name__}",
-                              "expected a PeftCacheConfig, or None", "pass PeftCacheConfig()")
         if isinstance(self.speculative_config, Mapping):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
-        elif self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
-            raise ConfigError(f"speculative_config is of type {type(self.speculative_config).__name__}",
-                              "expected a SpeculativeConfig, a mapping with vLLM's keys, or None",
-                              "pass SpeculativeConfig()")
-        if self.kv_transfer_config is not None:
-            if not isinstance(self.kv_transfer_config, KvTransferConfig):
-                raise ConfigError(f"kv_transfer_config is of type {type(self.kv_transfer_config).__name__}",
-                                  "expected a KvTransferConfig, or None", "pass KvTransferConfig()")
-            if not self.kv_cache_config.enable_block_reuse or self.kv_cache_config.sink_token_length:
-                raise ConfigError("kv_transfer_config is set, and KvCacheConfig has "
-                                  + (f"sink_token_length={self.kv_cache_config.sink_token_length}"
-                                     if self.kv_cache_config.sink_token_length else "enable_block_reuse=False"),
-                                  "only reusable blocks are handed over", "set enable_block_reuse, without sink tokens")
+        for name, kind in (("kv_cache_config", KvCacheConfig), ("peft_cache_config", PeftCacheConfig),
+                           ("speculative_config", SpeculativeConfig), ("kv_transfer_config", KvTransferConfig),
+                           ("parallel_config", ParallelConfig)):
+            value, is_needed = getattr(self, name), name == "kv_cache_config"
+            if not isinstance(value, kind) and (is_needed or value is not None):
+                raise ConfigError(f"{name} is of type {type(value).__name__}",
+                                  f"expected a {kind.__name__}{'' if is_needed else ', or None'}",
+                                  f"pass {kind.__name__}(...)")
+        if self.kv_transfer_config is not None and (not self.kv_cache_config.enable_block_reuse
+                                                    or self.kv_cache_config.sink_token_length):
+            raise ConfigError("kv_transfer_config is set, and KvCacheConfig has "
+                              + (f"sink_token_length={self.kv_cache_config.sink_token_length}"
+                                 if self.kv_cache_config.sink_token_length else "enable_block_reuse=False"),
+                              "only reusable blocks are handed over", "set enable_block_reuse, without sink tokens")
         for name in ("enable_trt_overlap", "enable_chunked_context", "normalize_log_probs", "gather_context_logits",
                      "gather_generation_logits", "deterministic", "flush_stats_when_idle", "log_callback_errors"):
             check_flag(name, getattr(self, name))
@@ -568,21 +563,14 @@ class TrtGptModelOptionalParams:
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device is {self.device!r}", 'expected one of "cpu", "cuda", "cuda:1", ..., or None',
                               "leave it None for a GPU if there is one")
-        for name, allowed in (("dtype", DTYPES), ("load_format", LOAD_FORMATS),
-                              ("model_implementation", MODEL_IMPLEMENTATIONS)):
+        for name, allowed, default in (("dtype", DTYPES, '"auto"'), ("load_format", LOAD_FORMATS, '"auto"'),
+                                       ("model_implementation", MODEL_IMPLEMENTATIONS, '"auto"'),
+                                       ("quantization", (None, *QUANTIZATIONS), "None"),
+                                       ("quantized_activations", (None, *QUANTIZED_ACTIVATIONS), "None")):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise ConfigError(f"{name} is {value!r}",
-                                  f"expected one of {', '.join(allowed)}", '"auto" is the default')
-        for name, kinds, way_out in (("quantization", QUANTIZATIONS, "to use the weights as they are stored"),
-                                     ("quantized_activations", QUANTIZED_ACTIVATIONS, "for exact products")):
-            kind = getattr(self, name)
-            if kind is not None and (not isinstance(kind, str) or kind not in kinds):
-                raise ConfigError(f"{name} is {kind!r}", f"expected one of {', '.join(kinds)}",
-                                  f"leave it out {way_out}")
-        if self.parallel_config is not None and not isinstance(self.parallel_config, ParallelConfig):
-            raise ConfigError(f"parallel_config is of type {type(self.parallel_config).__name__}",
-                              "expected a ParallelConfig or None", "pass ParallelConfig(tensor_parallel_size=...)")
+            if not isinstance(value, str | None) or value not in allowed:
+                raise ConfigError(f"{name} is {value!r}", f"expected one of {', '.join(map(str, allowed))}",
+                                  f"{default} is the default")
         put_seconds(self, "idle_poll_interval_s", positive=True)
         put_seconds(self, "hang_warning_s", positive=False)
 
@@ -722,24 +710,15 @@ class Parts:
                                   f"expected a callable with {f'the arguments ({takes})' if takes else 'no arguments'}"
                                   ", or None",
                                   "pass a function, or leave it None")
-        if self.block_store is not None:
-            missing = [name for name in ("count", "load", "save", "figures", "close")
-                       if not callable(getattr(self.block_store, name, None))]
-            if missing or isinstance(self.block_store, type):
-                raise ConfigError(f"Parts.block_store is of type {type(self.block_store).__name__}",
-                                  "expected an object with the methods count, load, save, figures and close of "
-                                  "batch_manager.BlockStore, or None", "give it all methods, or leave it None")
-        if self.drafter is not None and (isinstance(self.drafter, type)
-                                         or not callable(getattr(self.drafter, "propose", None))):
-            raise ConfigError(f"Parts.drafter is of type {type(self.drafter).__name__}",
-                              "expected an object with the method propose of batch_manager.Drafter, or None",
-                              "give it the method, or leave it None")
-        if self.clock is not None and not all(callable(getattr(self.clock, name, None))
-                                              for name in ("monotonic", "timestamp")):
-            raise ConfigError(f"Parts.clock is of type {type(self.clock).__name__}",
-                              "expected an object with the methods monotonic() and timestamp() of batch_manager.Clock, "
-                              "or None",
-                              "give it both methods, or leave it None")
+        for name, protocol, methods in (("block_store", "BlockStore", ("count", "load", "save", "figures", "close")),
+                                        ("drafter", "Drafter", ("propose",)),
+                                        ("clock", "Clock", ("monotonic", "timestamp"))):
+            part = getattr(self, name)
+            if part is not None and (isinstance(part, type)
+                                     or not all(callable(getattr(part, method, None)) for method in methods)):
+                raise ConfigError(f"Parts.{name} is of type {type(part).__name__}",
+                                  f"expected an object with the methods of batch_manager.{protocol} "
+                                  f"({', '.join(methods)}), or None", "give it these methods, or leave it None")
         if self.backend is not None and not callable(self.backend) and not hasattr(self.backend, "start"):
             raise ConfigError(f"Parts.backend is of type {type(self.backend).__name__}",
                               "expected a ModelBackend, a function without arguments that returns one, or None",
