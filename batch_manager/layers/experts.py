@@ -121,7 +121,7 @@ class Experts:
         return residual.add_(y)
 
     def _recorded(self, x: Rows, adds_to: Rows | None = None) -> Rows:
-        networks = [(expert.gate_up.matrix, expert.down.matrix) for expert in self.experts]
+        networks = [(expert.expand.matrix, expert.project.matrix) for expert in self.experts]
         y = x.mixed(self.router(x), networks, self.experts[0].activation, self.parameters.chosen,
                     self.parameters.renormalises, adds_to)
         if self._split.size > 1:

@@ -14,41 +14,6 @@ from .recording import Rows
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 
 
-class GatedMlp:
-    """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product.
-
-    f is the activation function, one of ACTIVATIONS.
-
-    gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
-    down      name of down
-    scale     factor on the output; None: no factor
-    """
-
-    def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
-                 activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj"),
-                 down: str = "down_proj", scale: float | None = None) -> None:
-        _refuse_unknown(activation, f"GatedMlp {name}")
-        self.gate_up = Linear(weights, context, [f"{name}.{part}" for part in gate_up], hidden_size,
-                              [intermediate_size] * 2, bias=bias, split="columns")
-        self.down = Linear(weights, context, [f"{name}.{down}"], intermediate_size, [hidden_size], bias=bias,
-                           split="rows", scale=scale)
-        self.activation, self._is_deterministic = activation, context.deterministic
-        self._activate = dispatch.kernel("gated_activation", context.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output for x [T, hidden size] as a new tensor [T, hidden size]."""
-        return self.down(self._gated(x))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return residual + the output. May overwrite `residual`."""
-        return self.down.add_to(residual, self._gated(x))
-
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, Rows):
-            return self.gate_up(x).activated(self.activation, gated=True)
-        return self._activate(self.gate_up(x), self.activation, deterministic=self._is_deterministic)
-
-
 class Mlp:
     """The network project(f(expand(x))). f is the activation function, one of ACTIVATIONS.
 
@@ -56,15 +21,22 @@ class Mlp:
     transposed   the checkpoint stores both weights as [in, out] (GPT-2's Conv1D)
     """
 
+    _is_gated = False
+
     def __init__(self, weights: Weights, context: LayerContext, expand: str, project: str, hidden_size: int,
                  intermediate_size: int, activation: str, transposed: bool = False, bias: bool = True) -> None:
-        _refuse_unknown(activation, f"Mlp {expand}")
+        self._set_activation(activation, context, f"Mlp {expand}")
         self.expand = Linear(weights, context, [expand], hidden_size, [intermediate_size], bias=bias,
                              transposed=transposed, split="columns")
         self.project = Linear(weights, context, [project], intermediate_size, [hidden_size], bias=bias,
                               transposed=transposed, split="rows")
+
+    def _set_activation(self, activation: str, context: LayerContext, layer: str) -> None:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"{layer} has the activation {activation!r}", f"expected one of {', '.join(ACTIVATIONS)}",
+                              "")
         self.activation, self._is_deterministic = activation, context.deterministic
-        self._activate = dispatch.kernel("activation", context.device)
+        self._activate = dispatch.kernel("gated_activation" if self._is_gated else "activation", context.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output for x [T, hidden size] as a new tensor [T, hidden size]."""
@@ -76,10 +48,27 @@ class Mlp:
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Rows):
-            return self.expand(x).activated(self.activation, gated=False)
+            return self.expand(x).activated(self.activation, gated=self._is_gated)
         return self._activate(self.expand(x), self.activation, deterministic=self._is_deterministic)
 
 
-def _refuse_unknown(activation: str, layer: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"{layer} has the activation {activation!r}", f"expected one of {', '.join(ACTIVATIONS)}", "")
+class GatedMlp(Mlp):
+    """The gated network down(f(gate(x)) * up(x)). Gate and up are one matrix product.
+
+    f is the activation function, one of ACTIVATIONS.
+
+    gate_up   names of gate and up in the checkpoint: two tensors, or one tensor with gate before up
+    down      name of down
+    scale     factor on the output; None: no factor
+    """
+
+    _is_gated = True
+
+    def __init__(self, weights: Weights, context: LayerContext, name: str, hidden_size: int, intermediate_size: int,
+                 activation: str, bias: bool = False, gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+                 down: str = "down_proj", scale: float | None = None) -> None:
+        self._set_activation(activation, context, f"GatedMlp {name}")
+        self.expand = Linear(weights, context, [f"{name}.{part}" for part in gate_up], hidden_size,
+                             [intermediate_size] * 2, bias=bias, split="columns")
+        self.project = Linear(weights, context, [f"{name}.{down}"], intermediate_size, [hidden_size], bias=bias,
+                              split="rows", scale=scale)

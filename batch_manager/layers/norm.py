@@ -60,7 +60,19 @@ def _squared(x: torch.Tensor) -> torch.Tensor:
     return x.square().sum(-1, keepdim=True)
 
 
-class HeadNorms:
+class QueryKeyNorms:
+    """Norms of the query heads and key heads of a layer, before rotation: `query` and `key`, each a norm."""
+
+    def __init__(self, query: Any, key: Any) -> None:
+        self._query, self._key = query, key
+
+    def attend(self, attention: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               rotary: Any) -> torch.Tensor:
+        """Return `attention.run` of the normed query and key."""
+        return attention.run(layer, self._query(query), self._key(key), value, rotary)
+
+
+class HeadNorms(QueryKeyNorms):
     """RMS norms of each query head and key head of a layer, before rotation.
 
     Attention applies them itself if it can (`norms_heads` of attention/interface.py), which saves two launches.
@@ -70,9 +82,9 @@ class HeadNorms:
 
     def __init__(self, weights: Weights, context: LayerContext, name: str, size: int, epsilon: float,
                  weight_offset: float = 0.0) -> None:
-        self._query, self._key = (RmsNorm(weights, context, f"{name}.{part}_norm", size, epsilon, weight_offset)
-                                  for part in "qk")
-        self.query_weight, self.key_weight = self._query.weight, self._key.weight
+        query, key = (RmsNorm(weights, context, f"{name}.{part}_norm", size, epsilon, weight_offset) for part in "qk")
+        super().__init__(query, key)
+        self.query_weight, self.key_weight = query.weight, key.weight
         self.epsilon, self.weight_offset = epsilon, weight_offset
 
     def attend(self, attention: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -80,7 +92,7 @@ class HeadNorms:
         """Return `attention.run` of the normed query and key."""
         if getattr(attention, "norms_heads", False):
             return attention.run(layer, query, key, value, rotary, norms=self)
-        return attention.run(layer, self._query(query), self._key(key), value, rotary)
+        return super().attend(attention, layer, query, key, value, rotary)
 
 
 class LayerNorm:

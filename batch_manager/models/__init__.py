@@ -1,8 +1,8 @@
-"""The model families: one file each, composed of layers/ in one frame (decoder.py), without inheritance between them.
+"""The model families: one file each, composed of layers/ in one frame (decoder.py) around one layer (layer.py).
 
 Owns     a family's configuration, tensor names and order of operations; `loading` loads a checkpoint
 Not      where keys and values are stored, which tokens run, how tokens are sampled from the logits
-Yours    a new family is one file with a layer and a Decoder like Llama's, and a line in registry.py. Outside this
+Yours    a new family is one file with what differs from Layer and Decoder, and a line in registry.py. Outside this
          package use register_model and public names of batch_manager only. A model that transformers/ runs needs no
          file
 """

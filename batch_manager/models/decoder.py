@@ -1,6 +1,7 @@
 """The frame of the model families: embed, enter, layers, norm, head.
 
-A family inherits from it and from nothing else, or, with experts, from the family that it is apart from them.
+A family inherits from it and from nothing else, or, with experts, from the family that it is apart from them. Its layer
+inherits from the one of layer.py, or from that of a related family.
 
 A frame can also be a stage of a model: some of its layers, with the embedding on the first stage and the norm and the
 head on the last one.
@@ -19,6 +20,7 @@ from ..layers.embedding import Embedding, Head
 from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.source import Weights
+from .layer import Layer
 from .spec import ModelSpec, Spec
 
 ROTARY_BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
@@ -76,8 +78,8 @@ class Decoder:
 
     per_layer   fields of the spec that have an entry for each layer
     names       names in the checkpoint
-    layer       layer(spec, weights, context, name, index) makes a layer. `name` has the number of the layer in the
-                file, `index` counts the layers of the stage. A layer is called with (hidden, rotary, attention)
+    layer       layer(spec, weights, context, name, index) makes a layer, as layer.py has it. `name` has the number of
+                the layer in the file, `index` counts the layers of the stage
     last_norm   last_norm(weights, context, name, size, epsilon) makes the norm after the last layer
     """
 
@@ -85,7 +87,7 @@ class Decoder:
     harmless_tensors: tuple[str, ...] = ROTARY_BUFFERS
     per_layer: tuple[str, ...] = ("attention",)
     names = Names()
-    layer: Callable[..., Any]
+    layer: Callable[..., Any] = Layer
     last_norm: Callable[..., Any] = RmsNorm
 
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, stage: Stage = WHOLE) -> None:
@@ -101,7 +103,7 @@ class Decoder:
             self.norm = self.make_norm(spec, weights, context)
             self.head = self.make_head(spec, weights, context)
         self.make_rotary(spec, context)
-        self._rotaries = [self.rotary_of(layer) for layer in self.layers]     # no call for each layer of each step
+        self._rotaries = [self.rotary_of(spec, index) for index in range(spec.num_layers)]    # none in a step
 
     # ------------------------------------------------------------------ the parts of a family
 
@@ -132,8 +134,8 @@ class Decoder:
         if spec.rotary is not None:
             self.rotary = Rotary(context, spec.rotary, spec.rotary_size or spec.head_size, spec.max_position_embeddings)
 
-    def rotary_of(self, layer: Any) -> Rotary | None:
-        """Return the rotary positions of a layer; None: it has none. Called once for each layer."""
+    def rotary_of(self, spec: ModelSpec, index: int) -> Rotary | None:
+        """Return the rotary positions of the layer `index` of the stage, which has `spec`; None: it has none."""
         return self.rotary
 
     def enter(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -7,30 +7,20 @@ Source   "The Falcon Series of Open Language Models" (arXiv 2311.16867); checkpo
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..attention.interface import Attention, LayerAttention
 from ..layers.context import LayerContext
-from ..layers.linear import Linear
-from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
-from ..weights.source import Weights
 from .alibi_slopes import alibi_slopes
 from .decoder import Decoder, Names
+from .layer import Layer, LayerNames
 from .spec import ModelSpec
-from .spec_reading import (
-    MAX_HEADS,
-    MAX_WIDTH,
-    even_share,
-    layer_count,
-    name_or_alias,
-    read_decoder_spec,
-    refuse_rope_scaling,
-    refuse_windows,
-)
+from .spec_reading import MAX_HEADS, MAX_WIDTH, even_share, name_or_alias, read_decoder_spec, refuse_rope_scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,37 +35,26 @@ class FalconSpec(ModelSpec):
     has_own_norms: bool
 
 
-class _Layer:
-    def __init__(self, spec: FalconSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.head_size, self.is_parallel = index, spec.head_size, spec.is_parallel
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        size = spec.hidden_size
+class _Layer(Layer):
+    names = LayerNames(qkv=("self_attention.query_key_value",), out="self_attention.dense",
+                       expand=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h")
+    norm = LayerNorm
 
-        def norm(part: str) -> LayerNorm:
-            return LayerNorm(weights, context, f"{name}.{part}", size, spec.norm_epsilon)
+    def names_of(self, spec: FalconSpec) -> LayerNames:
+        if spec.has_own_norms:
+            return dataclasses.replace(self.names, input_norm="ln_attn", mlp_norm="ln_mlp")
+        return dataclasses.replace(self.names, mlp_norm="") if spec.is_parallel else self.names
 
-        self.attention_norm = norm("ln_attn" if spec.has_own_norms else "input_layernorm")
-        self.mlp_norm = None                               # None: the MLP reads attention's normed rows
-        if spec.has_own_norms or not spec.is_parallel:
-            self.mlp_norm = norm("ln_mlp" if spec.has_own_norms else "post_attention_layernorm")
-        # The file orders the rows by key head: first its query heads, then the key head, then its value head.
-        self.qkv = Linear(weights, context, [f"{name}.self_attention.query_key_value"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="heads", by_head=spec.num_kv_heads)
-        self.out = Linear(weights, context, [f"{name}.self_attention.dense"], spec.qkv_sizes[0], [size],
-                          bias=spec.out_bias, split="rows")
-        self.mlp = Mlp(weights, context, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h", size,
-                       spec.intermediate_size, spec.activation, bias=spec.mlp_bias)
+    def order_of_heads(self, spec: FalconSpec, context: LayerContext) -> dict[str, Any]:
+        """The file orders the rows by key head: first its query heads, then the key head, then its value head."""
+        return {"by_head": spec.num_kv_heads}
 
     def __call__(self, hidden: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
-        normed = self.attention_norm(hidden)
-        qkv = self.qkv(normed).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = attention.run(self.index, query, key, value, rotary)
-        if self.is_parallel:
-            mlp_rows = normed if self.mlp_norm is None else self.mlp_norm(hidden)     # before add_to overwrites hidden
-            return self.mlp.add_to(self.out.add_to(hidden, attended), mlp_rows)
-        hidden = self.out.add_to(hidden, attended)
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+        if not self.spec.has_own_norms:
+            return super().__call__(hidden, rotary, attention)
+        attended = self.attended(self.input_norm(hidden), rotary, attention)
+        normed = self.mlp_norm(hidden)                 # before add_to, which can overwrite `hidden`
+        return self.mlp.add_to(self.out.add_to(hidden, attended), normed)
 
 
 class Falcon(Decoder):
@@ -90,8 +69,6 @@ class Falcon(Decoder):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> FalconSpec:
-        num_layers = layer_count(config)
-        refuse_windows(config, num_layers)
         num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
         width = name_or_alias(config, "hidden_size", "n_embed")
         hidden_size = config.count(width, maximum=MAX_WIDTH)
@@ -106,7 +83,7 @@ class Falcon(Decoder):
                    "num_key_value_heads": _read_kv_heads(config, num_heads),
                    "intermediate_size": config.count("ffn_hidden_size", 4 * hidden_size, maximum=MAX_WIDTH)}
         spec = read_decoder_spec(
-            config.replaced(renamed), architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+            config.replaced(renamed), architecture, qkv_bias=bias, out_bias=bias,
             mlp_bias=bias, gated_mlp=False, tie_word_embeddings=True, activation="activation",
             default_activation="gelu", norm_epsilon="layer_norm_epsilon", default_norm_epsilon=1e-5,
             default_theta=10000.0, max_positions=2048, spec_class=FalconSpec, is_parallel=is_parallel,
@@ -119,7 +96,7 @@ class Falcon(Decoder):
         slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.bfloat16, device="cpu").tolist()
         scale = spec.attention[0].scale
         attention = LayerAttention(scale=scale, alibi_slopes=tuple(slopes), alibi_bfloat16_factor=scale)
-        return dataclasses.replace(spec, rotary=None, attention=(attention,) * num_layers)
+        return dataclasses.replace(spec, rotary=None, attention=(attention,) * spec.num_layers)
 
 
 def _read_kv_heads(config: Fields, num_heads: int) -> int:

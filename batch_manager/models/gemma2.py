@@ -11,13 +11,12 @@ import torch
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
+from .layer import Layer, LayerNames
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_softcap
 
@@ -32,37 +31,29 @@ class Gemma2Spec(ModelSpec):
     logits_softcap: float | None = None
 
 
-class _Layer:
-    def __init__(self, spec: Gemma2Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index = index
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.head_size = spec.head_size
+class Gemma2Layer(Layer):
+    """Llama's layer with a norm of the results of attention and of the MLP, too."""
 
-        def norm(part: str) -> RmsNorm:
-            return RmsNorm(weights, context, f"{name}.{part}_layernorm", spec.hidden_size, spec.norm_epsilon,
-                           weight_offset=1.0)
+    names = LayerNames(mlp_norm="pre_feedforward_layernorm")
+    norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
 
-        self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
-        self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
-                          bias=spec.out_bias, split="rows")
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
+    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
+        super().__init__(spec, weights, context, name, index)
+        self.attention_norm, self.last_norm = (
+            self.make_norm(spec, weights, context, f"{name}.post_{part}_layernorm")
+            for part in ("attention", "feedforward"))
 
     def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = self.out(attention.run(self.index, query, key, value, rotary))
+        attended = self.out(self.attended(self.input_norm(hidden), rotary, attention))
         hidden = hidden + self.attention_norm(attended)
-        return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))
+        return hidden + self.last_norm(self.mlp(self.mlp_norm(hidden)))
 
 
 class Gemma2(Decoder):
     """Implements Gemma2ForCausalLM of transformers."""
 
-    layer = _Layer
-    last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
+    layer = Gemma2Layer
+    last_norm = Gemma2Layer.norm
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> Gemma2Spec:

@@ -5,20 +5,15 @@ Source   "Gemma 3" (arXiv 2503.19786); checkpoints of transformers' Gemma3ForCau
 """
 
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-
-from ..attention.interface import Attention
 from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.norm import HeadNorms, RmsNorm
+from ..layers.norm import HeadNorms
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
+from .gemma2 import Gemma2Layer
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_rotary, read_softcap, rope_fields_by_kind
 
@@ -36,32 +31,9 @@ class Gemma3Spec(ModelSpec):
     logits_softcap: float | None = None
 
 
-class _Layer:
-    def __init__(self, spec: Gemma3Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.slides = index, spec.slides[index]
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.head_size = spec.head_size
-
-        def norm(part: str) -> RmsNorm:
-            return RmsNorm(weights, context, f"{name}.{part}_layernorm", spec.hidden_size, spec.norm_epsilon,
-                           weight_offset=1.0)
-
-        self.input_norm, self.attention_norm = norm("input"), norm("post_attention")
-        self.mlp_input_norm, self.mlp_norm = norm("pre_feedforward"), norm("post_feedforward")
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], spec.hidden_size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, spec.norm_epsilon,
-                                    weight_offset=1.0)
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [spec.hidden_size],
-                          bias=spec.out_bias, split="rows")
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = self.out(self.head_norms.attend(attention, self.index, query, key, value, rotary))
-        hidden = hidden + self.attention_norm(attended)
-        return hidden + self.mlp_norm(self.mlp(self.mlp_input_norm(hidden)))
+class _Layer(Gemma2Layer):
+    def make_head_norms(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str) -> HeadNorms:
+        return HeadNorms(weights, context, name, spec.head_size, spec.norm_epsilon, weight_offset=1.0)
 
 
 class Gemma3(Decoder):
@@ -69,7 +41,7 @@ class Gemma3(Decoder):
 
     layer = _Layer
     per_layer = (*Decoder.per_layer, "slides")
-    last_norm = staticmethod(partial(RmsNorm, weight_offset=1.0))
+    last_norm = Gemma2Layer.norm
     understands = ("rope_local_base_freq",)
 
     @staticmethod
@@ -96,8 +68,8 @@ class Gemma3(Decoder):
         self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
                                             for rotary in (spec.rotary, spec.sliding_rotary))
 
-    def rotary_of(self, layer: _Layer) -> Rotary:
-        return self.sliding_rotary if layer.slides else self.rotary
+    def rotary_of(self, spec: Gemma3Spec, index: int) -> Rotary:
+        return self.sliding_rotary if spec.slides[index] else self.rotary
 
 
 def _for_sliding_layers(config: Fields) -> Fields:

@@ -12,15 +12,13 @@ import torch
 from ..attention.interface import Attention
 from ..layers.context import LayerContext
 from ..layers.experts import ExpertNames, ExpertParameters, Experts
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.norm import HeadNorms, RmsNorm
+from ..layers.norm import HeadNorms, QueryKeyNorms, RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.gguf_names import MAX_EXPERTS
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
-from .granite import Granite, GraniteSpec, read_factors, unless_one
+from .granite import Granite, GraniteLayer, GraniteSpec, read_factors
 from .spec_reading import (
     MAX_WIDTH,
     layer_count,
@@ -29,7 +27,6 @@ from .spec_reading import (
     read_layer_types,
     read_uniform_windows,
     read_window,
-    refuse_windows,
     windows_of,
 )
 
@@ -46,55 +43,46 @@ class MixtureSpec(GraniteSpec):
     clip: float | None = None
 
 
-class _Layer:
-    mlp_name, names = "mlp", ExpertNames()
+class _Layer(GraniteLayer):
+    mlp_name, expert_names = "mlp", ExpertNames()
 
-    def __init__(self, spec: MixtureSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.clip, self.head_norms, self.row_norms = index, spec.clip, None, ()
-        self.sizes, self.head_size = spec.qkv_sizes, spec.head_size
-        size, epsilon, scale = spec.hidden_size, spec.norm_epsilon, unless_one(spec.residual_scale)
-        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
+    def make_head_norms(self, spec: MixtureSpec, weights: Weights, context: LayerContext,
+                        name: str) -> QueryKeyNorms | None:
+        self.row_norms: tuple[RmsNorm, ...] = ()
         if spec.norms_rows:
-            self.row_norms = (
-                RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.qkv_sizes[0], epsilon, split=True),
-                RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon, split=True,
-                        copies=spec.kv_copies))
+            self.row_norms = tuple(
+                RmsNorm(weights, context, f"{name}.{part}_norm", size, spec.norm_epsilon, split=True, copies=copies)
+                for part, size, copies in zip("qk", spec.qkv_sizes, (1, spec.kv_copies)))
         elif spec.qk_norm:
-            self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, epsilon)
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
-                          split="rows", scale=scale)
-        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        experts = spec.experts[index]
+            return HeadNorms(weights, context, name, spec.head_size, spec.norm_epsilon)
+        return None
+
+    def make_mlp(self, spec: MixtureSpec, weights: Weights, context: LayerContext, name: str) -> Any:
+        experts = spec.experts[self.index]
         if experts is None:
-            self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
-        else:
-            self.mlp = Experts(weights, context, f"{name}.{self.mlp_name}", size, experts, spec.activation,
-                               self.names, scale)
+            return super().make_mlp(spec, weights, context, name)
+        return Experts(weights, context, f"{name}.{self.mlp_name}", spec.hidden_size, experts, spec.activation,
+                       self.expert_names, self.residual_scale(spec))
 
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        hidden = self.out.add_to(hidden, self._attended(self.qkv(self.input_norm(hidden)), rotary, attention))
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
-
-    def _attended(self, qkv: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        parts = list(qkv.split_with_sizes(self.sizes, 1))
+    def attended(self, rows: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
+        clip = self.spec.clip
+        if not self.row_norms and clip is None:
+            return super().attended(rows, rotary, attention)
+        parts = list(self.qkv(rows).split_with_sizes(self.spec.qkv_sizes, 1))
         for number, norm in enumerate(self.row_norms):
             parts[number] = norm(parts[number])
-        if self.clip is not None:
-            parts = [part.clamp(-self.clip, self.clip) for part in parts]
-        query, key, value = (part.view(len(qkv), -1, self.head_size) for part in parts)
-        if self.head_norms is not None:
-            return self.head_norms.attend(attention, self.index, query, key, value, rotary)
+        if clip is not None:
+            parts = [part.clamp(-clip, clip) for part in parts]
+        query, key, value = (part.view(len(rows), -1, self.head_size) for part in parts)
         return attention.run(self.index, query, key, value, rotary)
 
 
 class _MixtralLayer(_Layer):
-    mlp_name, names = "block_sparse_moe", ExpertNames(gate_up=("w1", "w3"), down="w2")
+    mlp_name, expert_names = "block_sparse_moe", ExpertNames(gate_up=("w1", "w3"), down="w2")
 
 
 class _GraniteLayer(_Layer):
-    mlp_name, names = "block_sparse_moe", ExpertNames("router.layer", "", ("input_linear",), "output_linear")
+    mlp_name, expert_names = "block_sparse_moe", ExpertNames("router.layer", "", ("input_linear",), "output_linear")
 
 
 def _read_experts(config: Fields, num_layers: int, *, count: int, chosen: int, renormalises: bool,
@@ -184,11 +172,10 @@ class Olmoe(Decoder):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> MixtureSpec:
-        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
-        refuse_windows(config, num_layers)
-        experts = _read_experts(config, num_layers, count=64, chosen=8,
+        bias = config.flag("attention_bias", False)
+        experts = _read_experts(config, layer_count(config), count=64, chosen=8,
                                 renormalises=config.flag("norm_topk_prob", False))
-        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+        return read_decoder_spec(config, architecture, qkv_bias=bias, out_bias=bias,
                                  qk_norm=True, max_positions=4096, default_norm_epsilon=1e-5, default_theta=10000.0,
                                  spec_class=MixtureSpec, experts=experts, norms_rows=True,
                                  clip=config.number("clip_qkv", None))
@@ -201,10 +188,9 @@ class GraniteMoe(Granite):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> MixtureSpec:
-        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
-        refuse_windows(config, num_layers)
-        experts = _read_experts(config, num_layers, count=8, chosen=2, renormalises=True, name="num_local_experts",
-                                alias="num_experts")
-        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+        bias = config.flag("attention_bias", False)
+        experts = _read_experts(config, layer_count(config), count=8, chosen=2, renormalises=True,
+                                name="num_local_experts", alias="num_experts")
+        return read_decoder_spec(config, architecture, qkv_bias=bias, out_bias=bias,
                                  max_positions=2048, default_norm_epsilon=1e-6, default_theta=10000.0,
                                  spec_class=MixtureSpec, experts=experts, **read_factors(config))

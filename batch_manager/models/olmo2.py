@@ -15,10 +15,12 @@ from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
 from .spec import ModelSpec
-from .spec_reading import layer_count, read_decoder_spec, refuse_windows
+from .spec_reading import read_decoder_spec
 
 
-class _Layer:
+class Olmo2Layer:
+    """Attention and a feed-forward network, each with a norm of its result; norms of whole queries and keys."""
+
     def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
         self.index = index
         self.head_size = spec.head_size
@@ -46,11 +48,10 @@ class _Layer:
 class Olmo2(Decoder):
     """Implements Olmo2ForCausalLM of transformers."""
 
-    layer = _Layer
+    layer = Olmo2Layer
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> ModelSpec:
-        num_layers, bias = layer_count(config), config.flag("attention_bias", False)
-        refuse_windows(config, num_layers)
-        return read_decoder_spec(config, architecture, windows=(None,) * num_layers, qkv_bias=bias, out_bias=bias,
+        bias = config.flag("attention_bias", False)
+        return read_decoder_spec(config, architecture, qkv_bias=bias, out_bias=bias,
                                  qk_norm=True, max_positions=2048, default_norm_epsilon=1e-5, default_theta=10000.0)

@@ -5,17 +5,11 @@ Source   "OLMo 3" (Ai2, 2025); checkpoints of transformers' Olmo3ForCausalLM.
 
 from dataclasses import dataclass
 
-import torch
-
-from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary, RotaryParameters
 from ..weights.json_file import Fields
-from ..weights.source import Weights
 from .decoder import Decoder
+from .olmo2 import Olmo2Layer
 from .spec import ModelSpec
 from .spec_reading import read_alternating_windows, read_decoder_spec, read_rotary, rope_fields_by_kind
 
@@ -31,35 +25,10 @@ class Olmo3Spec(ModelSpec):
     sliding_rotary: RotaryParameters
 
 
-class _Layer:
-    def __init__(self, spec: Olmo3Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.slides = index, spec.slides[index]
-        self.head_size = spec.head_size
-        self.sizes = spec.qkv_sizes
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        self.query_norm = RmsNorm(weights, context, f"{name}.self_attn.q_norm", spec.qkv_sizes[0], epsilon, split=True)
-        self.key_norm = RmsNorm(weights, context, f"{name}.self_attn.k_norm", spec.qkv_sizes[1], epsilon, split=True,
-                                copies=spec.kv_copies)
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
-                          split="rows")
-        self.attention_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
-        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_feedforward_layernorm", size, epsilon)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        query, key, value = self.qkv(hidden).split_with_sizes(self.sizes, 1)
-        query, key, value = (rows.view(len(hidden), -1, self.head_size)
-                             for rows in (self.query_norm(query), self.key_norm(key), value))
-        hidden = hidden + self.attention_norm(self.out(attention.run(self.index, query, key, value, rotary)))
-        return hidden + self.mlp_norm(self.mlp(hidden))
-
-
 class Olmo3(Decoder):
     """Implements Olmo3ForCausalLM of transformers."""
 
-    layer = _Layer
+    layer = Olmo2Layer
     per_layer = (*Decoder.per_layer, "slides")
 
     @staticmethod
@@ -79,5 +48,5 @@ class Olmo3(Decoder):
         self.rotary, self.sliding_rotary = (Rotary(context, rotary, spec.head_size, spec.max_position_embeddings)
                                             for rotary in (spec.rotary, spec.sliding_rotary))
 
-    def rotary_of(self, layer: _Layer) -> Rotary:
-        return self.sliding_rotary if layer.slides else self.rotary
+    def rotary_of(self, spec: Olmo3Spec, index: int) -> Rotary:
+        return self.sliding_rotary if spec.slides[index] else self.rotary

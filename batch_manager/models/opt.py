@@ -8,28 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..attention.interface import Attention, LayerAttention
+from ..attention.interface import Attention
 from ..layers.context import LayerContext
 from ..layers.embedding import Embedding, Head
 from ..layers.linear import Linear
-from ..layers.mlp import Mlp
 from ..layers.norm import LayerNorm
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder, Names
+from .layer import Layer, LayerNames
 from .spec import ModelSpec
-from .spec_reading import (
-    MAX_HEADS,
-    MAX_POSITIONS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    even_share,
-    layer_count,
-    read_activation,
-    read_dtype,
-    refuse_rope_scaling,
-    refuse_windows,
-)
+from .spec_reading import MAX_WIDTH, read_activation, read_multi_head_spec
 
 POSITION_OFFSET = 2      # unused rows at the start of the position table, inherited from fairseq
 EPSILON = 1e-5
@@ -63,27 +52,17 @@ def _norm(spec: OptSpec, weights: Weights, context: LayerContext, name: str) -> 
                      weight=spec.norms_have_weights)
 
 
-class _Layer:
-    def __init__(self, spec: OptSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.head_size, self.heads = index, spec.head_size, [spec.num_heads] * 3
-        self.norms_first, size = spec.norms_first, spec.hidden_size
-        self.attention_norm = _norm(spec, weights, context, f"{name}.self_attn_layer_norm")
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size, spec.qkv_sizes,
-                          bias=spec.qkv_bias, split="heads")
-        self.out = Linear(weights, context, [f"{name}.self_attn.out_proj"], spec.qkv_sizes[0], [size],
-                          bias=spec.out_bias, split="rows")
-        self.mlp_norm = _norm(spec, weights, context, f"{name}.final_layer_norm")
-        self.mlp = Mlp(weights, context, f"{name}.fc1", f"{name}.fc2", size, spec.intermediate_size, spec.activation,
-                       bias=spec.mlp_bias)
+class _Layer(Layer):
+    names = LayerNames("self_attn_layer_norm", out="self_attn.out_proj", mlp_norm="final_layer_norm", expand=("fc1",),
+                       down="fc2")
+
+    def make_norm(self, spec: OptSpec, weights: Weights, context: LayerContext, name: str) -> LayerNorm:
+        return _norm(spec, weights, context, name)
 
     def __call__(self, hidden: torch.Tensor, rotary: None, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.attention_norm(hidden) if self.norms_first else hidden).view(len(hidden), -1,
-                                                                                         self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
-        if self.norms_first:
-            return self.mlp.add_to(hidden, self.mlp_norm(hidden))
-        hidden = self.attention_norm(hidden)
+        if self.spec.norms_first:
+            return super().__call__(hidden, rotary, attention)
+        hidden = self.input_norm(self.out.add_to(hidden, self.attended(hidden, rotary, attention)))
         return self.mlp_norm(self.mlp.add_to(hidden, hidden))
 
 
@@ -97,33 +76,13 @@ class Opt(Decoder):
 
     @staticmethod
     def read_spec(config: Fields, architecture: str) -> OptSpec:
-        num_layers = layer_count(config)
-        refuse_windows(config, num_layers)
-        refuse_rope_scaling(config)
-        num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
         hidden_size = config.count("hidden_size", maximum=MAX_WIDTH)
-        head_size = even_share(config, "hidden_size", hidden_size, num_heads)
         bias, norms_first = config.flag("enable_bias", True), config.flag("do_layer_norm_before", True)
-        return OptSpec(
-            architecture=architecture,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_size=head_size,
-            hidden_size=hidden_size,
-            intermediate_size=config.count("ffn_dim", maximum=4 * MAX_WIDTH),
-            vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
-            max_position_embeddings=config.count("max_position_embeddings", 2048, maximum=MAX_POSITIONS),
-            attention=(LayerAttention(scale=head_size**-0.5),) * num_layers,
-            norm_epsilon=EPSILON,
-            tie_word_embeddings=config.flag("tie_word_embeddings", True),
-            activation=read_activation(config, "activation_function", "relu"),
-            rotary=None,
-            qkv_bias=bias,
-            out_bias=bias,
-            mlp_bias=bias,
-            gated_mlp=False,
-            dtype=read_dtype(config),
+        return read_multi_head_spec(
+            config, architecture, hidden_size=hidden_size, max_positions=2048,
+            intermediate_size=config.count("ffn_dim", maximum=4 * MAX_WIDTH), norm_epsilon=EPSILON,
+            activation=read_activation(config, "activation_function", "relu"), qkv_bias=bias, out_bias=bias,
+            mlp_bias=bias, spec_class=OptSpec,
             embedding_size=config.count("word_embed_proj_dim", hidden_size, maximum=MAX_WIDTH),
             norms_first=norms_first,
             has_last_norm=norms_first and not config.flag("_remove_final_layer_norm", False),

@@ -3,42 +3,19 @@
 Source   "Qwen3" (arXiv 2505.09388); checkpoints of transformers' Qwen3ForCausalLM.
 """
 
-import torch
-
-from ..attention.interface import Attention
 from ..layers.context import LayerContext
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.norm import HeadNorms, RmsNorm
-from ..layers.rotary import Rotary
+from ..layers.norm import HeadNorms
 from ..weights.json_file import Fields
 from ..weights.source import Weights
 from .decoder import Decoder
+from .layer import Layer
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, read_layer_windows
 
 
-class _Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index = index
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.head_size = spec.head_size
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        self.head_norms = HeadNorms(weights, context, f"{name}.self_attn", spec.head_size, epsilon)
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
-                          split="rows")
-        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        attended = self.head_norms.attend(attention, self.index, query, key, value, rotary)
-        hidden = self.out.add_to(hidden, attended)
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
+class _Layer(Layer):
+    def make_head_norms(self, spec: ModelSpec, weights: Weights, context: LayerContext, name: str) -> HeadNorms:
+        return HeadNorms(weights, context, name, spec.head_size, spec.norm_epsilon)
 
 
 class Qwen3(Decoder):

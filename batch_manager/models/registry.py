@@ -72,50 +72,41 @@ class Model(Protocol):
         ...
 
 
-# Architecture -> (module, class) of a shipped family, which is imported when it is first needed.
-_SHIPPED = {
-    "GPT2LMHeadModel": ("gpt2", "Gpt2"),
-    "BloomForCausalLM": ("bloom", "Bloom"),
-    "Cohere2ForCausalLM": ("cohere2", "Cohere2"),
-    "CohereForCausalLM": ("cohere", "Cohere"),
-    "FalconForCausalLM": ("falcon", "Falcon"),
-    "GPTJForCausalLM": ("gptj", "GptJ"),
-    "Gemma2ForCausalLM": ("gemma2", "Gemma2"),
-    "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
-    "GemmaForCausalLM": ("gemma", "Gemma"),
-    "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX"),
-    "GraniteForCausalLM": ("granite", "Granite"),
-    "GraniteMoeForCausalLM": ("mixtures", "GraniteMoe"),
-    "MixtralForCausalLM": ("mixtures", "Mixtral"),
-    "Olmo2ForCausalLM": ("olmo2", "Olmo2"),
-    "Olmo3ForCausalLM": ("olmo3", "Olmo3"),
-    "OlmoeForCausalLM": ("mixtures", "Olmoe"),
-    "OPTForCausalLM": ("opt", "Opt"),
-    "Phi3ForCausalLM": ("phi3", "Phi3"),
-    "PhiForCausalLM": ("phi", "Phi"),
-    "SmolLM3ForCausalLM": ("smollm3", "SmolLm3"),
-    "StableLmForCausalLM": ("stablelm", "StableLm"),
-    "Starcoder2ForCausalLM": ("starcoder2", "StarCoder2"),
-    "LlamaForCausalLM": ("llama", "Llama"),
-    "MistralForCausalLM": ("mistral", "Mistral"),
-    "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
-    "Qwen2MoeForCausalLM": ("mixtures", "Qwen2Moe"),
-    "Qwen3MoeForCausalLM": ("mixtures", "Qwen3Moe"),
-    "Qwen3ForCausalLM": ("qwen3", "Qwen3"),
+# Architecture -> (module and class of a shipped family, which is imported when it is first needed; its model type in
+# transformers, which chooses the class by the model type).
+_FAMILIES = {
+    "GPT2LMHeadModel": ("gpt2", "Gpt2", "gpt2"),
+    "BloomForCausalLM": ("bloom", "Bloom", "bloom"),
+    "Cohere2ForCausalLM": ("cohere2", "Cohere2", "cohere2"),
+    "CohereForCausalLM": ("cohere", "Cohere", "cohere"),
+    "FalconForCausalLM": ("falcon", "Falcon", "falcon"),
+    "GPTJForCausalLM": ("gptj", "GptJ", "gptj"),
+    "Gemma2ForCausalLM": ("gemma2", "Gemma2", "gemma2"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma3", "gemma3_text"),
+    "GemmaForCausalLM": ("gemma", "Gemma", "gemma"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "GptNeoX", "gpt_neox"),
+    "GraniteForCausalLM": ("granite", "Granite", "granite"),
+    "GraniteMoeForCausalLM": ("mixtures", "GraniteMoe", "granitemoe"),
+    "MixtralForCausalLM": ("mixtures", "Mixtral", "mixtral"),
+    "Olmo2ForCausalLM": ("olmo2", "Olmo2", "olmo2"),
+    "Olmo3ForCausalLM": ("olmo3", "Olmo3", "olmo3"),
+    "OlmoeForCausalLM": ("mixtures", "Olmoe", "olmoe"),
+    "OPTForCausalLM": ("opt", "Opt", "opt"),
+    "Phi3ForCausalLM": ("phi3", "Phi3", "phi3"),
+    "PhiForCausalLM": ("phi", "Phi", "phi"),
+    "SmolLM3ForCausalLM": ("smollm3", "SmolLm3", "smollm3"),
+    "StableLmForCausalLM": ("stablelm", "StableLm", "stablelm"),
+    "Starcoder2ForCausalLM": ("starcoder2", "StarCoder2", "starcoder2"),
+    "LlamaForCausalLM": ("llama", "Llama", "llama"),
+    "MistralForCausalLM": ("mistral", "Mistral", "mistral"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2", "qwen2"),
+    "Qwen2MoeForCausalLM": ("mixtures", "Qwen2Moe", "qwen2_moe"),
+    "Qwen3MoeForCausalLM": ("mixtures", "Qwen3Moe", "qwen3_moe"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3", "qwen3"),
 }
+_SHIPPED = {architecture: (module, name) for architecture, (module, name, _) in _FAMILIES.items()}
+_MODEL_TYPES = {architecture: model_type for architecture, (_, _, model_type) in _FAMILIES.items()}
 _models: dict[str, type[Model] | tuple[str, str]] = dict(_SHIPPED)
-
-# Shipped architecture -> model type in transformers, which chooses the class by the model type.
-_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral",
-                "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma",
-                "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text", "GPTNeoXForCausalLM": "gpt_neox",
-                "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3", "SmolLM3ForCausalLM": "smollm3",
-                "StableLmForCausalLM": "stablelm", "Starcoder2ForCausalLM": "starcoder2",
-                "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj", "PhiForCausalLM": "phi",
-                "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
-                "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
-                "FalconForCausalLM": "falcon", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
-                "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe", "GraniteMoeForCausalLM": "granitemoe"}
 
 
 def register_model(architecture: str, model_class: type[Model]) -> None:

@@ -6,16 +6,8 @@ Source   "SmolLM3" (Hugging Face, 2025), "RoPE to NoPE and Back Again" (arXiv 25
 
 from dataclasses import dataclass
 
-import torch
-
-from ..attention.interface import Attention
-from ..layers.context import LayerContext
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMlp
-from ..layers.norm import RmsNorm
 from ..layers.rotary import Rotary
 from ..weights.json_file import Fields
-from ..weights.source import Weights
 from .decoder import Decoder
 from .spec import ModelSpec
 from .spec_reading import layer_count, read_decoder_spec, read_layer_types, windows_of
@@ -31,32 +23,9 @@ class SmolLm3Spec(ModelSpec):
     rotates: tuple[bool, ...]
 
 
-class _Layer:
-    def __init__(self, spec: SmolLm3Spec, weights: Weights, context: LayerContext, name: str, index: int) -> None:
-        self.index, self.rotates = index, spec.rotates[index]
-        self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        self.head_size = spec.head_size
-        size, epsilon = spec.hidden_size, spec.norm_epsilon
-        self.input_norm = RmsNorm(weights, context, f"{name}.input_layernorm", size, epsilon)
-        self.qkv = Linear(weights, context, [f"{name}.self_attn.{part}_proj" for part in "qkv"], size,
-                          spec.qkv_sizes, bias=spec.qkv_bias, split="heads")
-        self.out = Linear(weights, context, [f"{name}.self_attn.o_proj"], spec.qkv_sizes[0], [size], bias=spec.out_bias,
-                          split="rows")
-        self.mlp_norm = RmsNorm(weights, context, f"{name}.post_attention_layernorm", size, epsilon)
-        self.mlp = GatedMlp(weights, context, f"{name}.mlp", size, spec.intermediate_size, spec.activation,
-                            bias=spec.mlp_bias)
-
-    def __call__(self, hidden: torch.Tensor, rotary: Rotary | None, attention: Attention) -> torch.Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_size)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)
-        hidden = self.out.add_to(hidden, attention.run(self.index, query, key, value, rotary))
-        return self.mlp.add_to(hidden, self.mlp_norm(hidden))
-
-
 class SmolLm3(Decoder):
     """Implements SmolLM3ForCausalLM of transformers."""
 
-    layer = _Layer
     per_layer = (*Decoder.per_layer, "rotates")
 
     @staticmethod
@@ -77,5 +46,5 @@ class SmolLm3(Decoder):
                                  max_positions=32768, tie_word_embeddings=True, default_norm_epsilon=1e-6,
                                  default_theta=2_000_000.0, spec_class=SmolLm3Spec, rotates=rotates)
 
-    def rotary_of(self, layer: _Layer) -> Rotary | None:
-        return self.rotary if layer.rotates else None
+    def rotary_of(self, spec: SmolLm3Spec, index: int) -> Rotary | None:
+        return self.rotary if spec.rotates[index] else None

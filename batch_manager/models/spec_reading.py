@@ -10,6 +10,7 @@ from ..errors import ConfigError, ModelLoadError, counted, printable
 from ..layers.mlp import ACTIVATIONS
 from ..layers.rotary import KINDS, RotaryParameters
 from ..weights.json_file import Fields, shown
+from .alibi_slopes import alibi_slopes
 from .spec import DTYPES, ModelSpec, Spec
 
 MAX_LAYERS, MAX_HEADS, MAX_WIDTH, MAX_VOCAB, MAX_POSITIONS = 4096, 4096, 2**20, 2**24, 2**24
@@ -122,8 +123,8 @@ def _names_shipped_class(config: Fields) -> bool:
     return isinstance(text, str) and [text.rpartition(".")[2]] == config.values["architectures"]
 
 
-def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...], qkv_bias: bool = False,
-                      out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
+def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int | None, ...] | None = None,
+                      qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False,
                       scale: float | None = None, softcap: float | None = None, activation: str = "hidden_act",
                       default_activation: str = "silu", norm_epsilon: str = "rms_norm_eps",
                       default_norm_epsilon: float | None = None, default_theta: float | None = None,
@@ -133,7 +134,8 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
                       **more_fields: Any) -> Spec:
     """Read the spec of a decoder with rotary positions, such as Llama and its relatives.
 
-    windows                    window of each layer in tokens, as in LayerAttention; None: no window in the layer
+    windows                    window of each layer in tokens, as in LayerAttention; None: no window in the layer. None
+                               for all: a file with windows is refused
     scale, softcap             values for all layers, as in LayerAttention; scale None: head_size ** -0.5; softcap None:
                                no cap
     activation, norm_epsilon   names of the fields in the file that state the activation and the norms' epsilon
@@ -149,6 +151,8 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
     spec_class, more_fields    the class of the spec, and the values of the fields that it adds to ModelSpec
     Raises ModelLoadError, which names file and field.
     """
+    if windows is None:
+        windows = without_windows(config)
     num_heads = config.count("num_attention_heads", maximum=MAX_HEADS)
     # As in transformers: the family's default applies if the field is absent; null means one key head per query head.
     if num_kv_heads is None or "num_key_value_heads" in config.values:
@@ -185,6 +189,43 @@ def read_decoder_spec(config: Fields, architecture: str, *, windows: tuple[int |
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        dtype=read_dtype(config),
+        **more_fields,
+    )
+
+
+def read_multi_head_spec(config: Fields, architecture: str, *, hidden_size: int, width: str = "hidden_size",
+                         layers: str = "num_hidden_layers", heads: str = "num_attention_heads",
+                         positions: str = "max_position_embeddings", max_positions: int,
+                         tie_word_embeddings: bool = True, alibi: bool = False,
+                         rotary: RotaryParameters | None = None, spec_class: type[Spec] = ModelSpec,
+                         **more_fields: Any) -> Spec:
+    """Read the spec of an older decoder: a key head for each query head, an ungated network, no scaled positions.
+
+    width, layers, heads, positions      names of the fields with the hidden size and with these numbers
+    max_positions, tie_word_embeddings   the family's defaults
+    alibi                                whether the positions are ALiBi slopes
+    spec_class, more_fields              the class of the spec, and the values of its other fields
+    Raises ModelLoadError, which names file and field.
+    """
+    windows = without_windows(config, layers)
+    refuse_rope_scaling(config)
+    num_heads = config.count(heads, maximum=MAX_HEADS)
+    head_size = even_share(config, width, hidden_size, num_heads)
+    attention = LayerAttention(scale=head_size**-0.5, alibi_slopes=alibi_slopes(num_heads) if alibi else None)
+    return spec_class(
+        architecture=architecture,
+        num_layers=len(windows),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        hidden_size=hidden_size,
+        vocab_size=config.count("vocab_size", maximum=MAX_VOCAB),
+        max_position_embeddings=config.count(positions, max_positions, maximum=MAX_POSITIONS),
+        attention=(attention,) * len(windows),
+        tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
+        rotary=rotary,
+        gated_mlp=False,
         dtype=read_dtype(config),
         **more_fields,
     )
@@ -339,16 +380,18 @@ def read_layer_types(config: Fields, default: list[str]) -> list[str]:
     return kinds
 
 
-def refuse_windows(config: Fields, num_layers: int) -> None:
-    """Raise ModelLoadError if `config` has sliding windows.
+def without_windows(config: Fields, name: str = "num_hidden_layers") -> tuple[None, ...]:
+    """Return None for each layer, for a family without windows. Raises ModelLoadError if `config` has windows.
 
-    The function is for model families without sliding windows.
+    name   name of the field with the number of layers
     """
+    num_layers = layer_count(config, name)
     if "sliding_window" in config and config.flag("use_sliding_window", True) and (
             config.count("sliding_window") < config.count("max_position_embeddings", MAX_POSITIONS)):
         raise config.fault("sliding_window", "null, because this architecture has no sliding windows")
     if set(read_layer_types(config, ["full_attention"] * num_layers)) != {"full_attention"}:
         raise config.fault("layer_types", "only full_attention, because this architecture has no other layers")
+    return (None,) * num_layers
 
 
 def refuse_rope_scaling(config: Fields) -> None:

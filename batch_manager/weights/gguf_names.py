@@ -19,6 +19,7 @@ from .json_file import shown
 
 MAX_EXPERTS = 4096                 # of a layer
 
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The numbers of query and key heads, and the head size, on which the order of rows in the file depends."""

@@ -206,6 +206,5 @@ def test_every_family_says_how_its_maps_divide(architecture, fields, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **fields}))
     model = load_model(tmp_path, device="cpu", load_format="dummy").model
     (layer,) = model.layers
-    inner, outer = (layer.mlp.expand, layer.mlp.project) if "GPT2" in architecture else (layer.mlp.gate_up,
-                                                                                         layer.mlp.down)
+    inner, outer = layer.mlp.expand, layer.mlp.project
     assert [part.split for part in (layer.qkv, layer.out, inner, outer)] == ["heads", "rows", "columns", "rows"]

@@ -681,7 +681,7 @@ WITH_EXPERTS = {"GraniteMoe": "Granite"}     # a family with experts -> the fami
 
 
 def test_a_family_inherits_from_the_frame_alone_and_the_families_are_short():
-    """The 28 families together have at most 2,200 lines. One with experts may inherit from the family without them."""
+    """The 28 families together have at most 1,550 lines. One with experts may inherit from the family without them."""
     texts = {module: (PACKAGE / f"models/{module}.py").read_text() for module, _ in _SHIPPED.values()}
     for module, name in _SHIPPED.values():
         (family,) = [node for node in ast.parse(texts[module]).body
@@ -689,7 +689,7 @@ def test_a_family_inherits_from_the_frame_alone_and_the_families_are_short():
         assert [ast.unparse(base) for base in family.bases] == [WITH_EXPERTS.get(name, "Decoder")], module
         methods = {node.name for node in family.body if isinstance(node, ast.FunctionDef)}
         assert not methods & {"__init__", "forward"}, module
-    assert sum(text.count("\n") for text in texts.values()) <= 2200
+    assert sum(text.count("\n") for text in texts.values()) <= 1550
 
 
 def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_class_goes():
