@@ -136,7 +136,7 @@ def test_experts_of_quantised_folders(form, compiled, tmp_path):
     save_file(quantised, tmp_path / "quantised" / "model.safetensors")
     folders.change_config(tmp_path / "quantised", lambda fields: fields.update(quantization_config=config))
     loaded = load(tmp_path / "quantised", compiled_step=compiled)
-    kinds = {type(expert.down.matrix) for layer in loaded.model.layers for expert in layer.mlp.experts}
+    kinds = {type(expert.project.matrix) for layer in loaded.model.layers for expert in layer.mlp.experts}
     assert kinds == {QuantisedMatrix if kept_as and compiled else PackedMatrix if compiled else type(None)}
     sequences, logits = Driver(load(tmp_path / "plain")).generate(random_prompts([1, 17]), 4)
     found = Driver(loaded, compiled=compiled).generate(random_prompts([1, 17]), 4)
