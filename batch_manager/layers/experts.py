@@ -92,7 +92,7 @@ class Experts:
                                  scale=scale) for number in range(parameters.count)]
         self.grouped = None
         if has_kernel and all(isinstance(part.matrix, Dense) for expert in self.experts
-                              for part in (expert.gate_up, expert.down)):
+                              for part in (expert.expand, expert.project)):
             self.grouped = GroupedProducts(self.experts, context)
         self.shared = self.shared_gate = None
         if parameters.shared_size:
@@ -173,7 +173,8 @@ class GroupedProducts:
         self._numbers = torch.arange(len(experts), dtype=torch.int64, device=context.device)
         self._multiply, self._activate = (dispatch.kernel(name, context.device)
                                           for name in ("moe_grouped_gemm", "gated_activation"))
-        gate_ups, downs = ([getattr(expert, part).matrix.weight for expert in experts] for part in ("gate_up", "down"))
+        gate_ups = [expert.expand.matrix.weight for expert in experts]
+        downs = [expert.project.matrix.weight for expert in experts]
         experts.clear()
         self.gate_up = torch.stack(gate_ups)
         gate_ups.clear()
