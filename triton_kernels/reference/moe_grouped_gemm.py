@@ -1,17 +1,6 @@
 """One product for all experts of a layer: each row is multiplied by the matrix of its own expert.
 
-    the rows of expert e are the numbers m = ends[e - 1] .. ends[e] - 1     ends[-1] = 0
-    out[out_rows[m]] = factors[out_rows[m]] * (x[in_rows[m]] weight[e]^T)     the product is rounded to the dtype of x
-
-Shapes      x                        [R, K]   rows of K inputs
-            weight                   [E, N, K]   N outputs of each of E experts
-            ends                     [E] int32   ascending; the last one is M
-            in_rows                  [M] int64   row of x of each number; None: row m
-            out_rows                 [M] int64   row of out of each number, all different; None: row m
-            factors                  [rows of out] float32   None: no factors
-            out                      [M, N]   None: allocated
-Mutates     out.
-Returns     out.
+Arguments, results and rules are those of the kernel, in triton_kernels/moe_grouped_gemm.py.
 """
 
 import torch

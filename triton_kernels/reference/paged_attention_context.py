@@ -1,41 +1,6 @@
 """Causal attention of each sequence's new tokens (a whole prompt or a chunk) over its pages.
 
-    query_length[c] = cu_seqlens[c + 1] - cu_seqlens[c]
-    token r of sequence c has position p = kv_lengths[c] - query_length[c] + r
-    and sees the keys k <= p with k > p - window or k < sink
-
-Shapes      query                    [T, HQ, D]   T packed tokens of C sequences, HQ query heads of size D; heads
-                                                  contiguous, any row stride
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens, HK key heads; in
-                                                        the dtype of the queries, or in e4m3 (torch.float8_e4m3fn).
-                                                        It already has the keys and values of the new tokens
-            block_table              [rows, max_blocks] int32   pages of each sequence in order. Entries of pages
-                                                        without a visible key are not read: their blocks may belong
-                                                        to another sequence.
-            cu_seqlens               [C + 1] int32   sequence c owns query rows cu_seqlens[c] .. cu_seqlens[c + 1] - 1
-            kv_lengths               [C] int32   keys of each sequence, including those of this step
-            work_list                [W, 5] int32   from `context_work_list`; ignored by the oracle
-            slots                    [C] int32   row of block_table for each sequence; None: row c
-            out                      [T, HQ, D]   None: allocated
-            alibi_slopes             [HQ] float32   None: no ALiBi bias
-            sink_logits              [HQ] float32   None: no extra score
-            part_starts              [S + 1] int32   from `context_work_list`; ignored by the oracle
-            merged_rows              [S] int32   likewise
-Units       window in tokens, None or 0 = no limit; scale > 0 is the factor on the scores.
-            softcap: replace scores by softcap * tanh(scores / softcap), before the mask; None: no cap.
-            alibi_slopes: add f(key position) - f(query position) to scores, after the cap and before the mask, with
-            f(p) = slope * p. With alibi_bfloat16_factor > 0, f(p) = factor * bfloat16(slope * bfloat16(p)), as in
-            Falcon; the slopes must then be representable in bfloat16.
-            sink_logits: one extra score per head in the softmax, with a value of zeros. Unrelated to `sink`.
-            sink: number of first tokens that stay visible outside the window (StreamingLLM, Xiao et al. 2023); ignored
-            without a window. Positions are absolute: a key is rotated once, by its position, when it is written to the
-            pool. It is not rotated again when tokens between it and the query leave the window.
-            key_scale, value_scale: a pool in e4m3 stores keys and values divided by them and rounded, see fp8.py; the
-            result is that of the rounded numbers times their scales. 1 for a pool in another dtype.
-            part_keys, num_partials: ignored by the oracle.
-Mutates     out, rows below cu_seqlens[C]. Later rows (generation, padding) are neither read nor written.
-Returns     out.
-Needs       finite numbers for all B tokens of every page with a visible key: zero the pool once.
+Arguments, results and rules are those of the kernel, in triton_kernels/paged_attention_context.py.
 """
 
 import torch

@@ -1,21 +1,6 @@
 """A linear layer over a matrix of quantised levels, which stay as they are in memory.
 
-    W[n, k]  = (level[n, k] - zero point[n, group of k]) * scale[n, group of k]
-    out      = factor * (x W^T) + bias              without a residual
-    residual = residual + factor * (x W^T) + bias   with one, in place, rounded once
-
-Shapes      x           [T, K]   T rows of K inputs; contiguous rows, any row stride
-            levels      [chunks, N, 32] uint8   of N outputs. 8 bits: byte b of chunk c is the level of input 32 c + b.
-                        4 bits: its lower half is that of input 64 c + b, its upper half that of input 64 c + 32 + b
-            scales      [N, groups]
-            zeros       [N, groups] int16, or one number for all
-            bits        4 or 8
-            group       inputs of a group; 0: all inputs are one group
-            bias        [N] or None
-            residual    [T, N]   None: no residual
-            out         [T, N]   None: allocated
-Mutates     residual, or else out.
-Returns     the mutated tensor.
+Arguments, results and rules are those of the kernel, in triton_kernels/quantised_linear.py.
 """
 
 import torch

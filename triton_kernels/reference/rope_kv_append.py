@@ -1,27 +1,6 @@
 """Norm and rotate the queries and keys of a step, and write keys and values to the paged pool.
 
-    x1, x2 = the first and the second half of the leading R entries of a head
-    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin, the other D - R entries unchanged]
-    with norms, a head x is first replaced by x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight), where weight is
-    query_norm or key_norm; rounded to the dtype of x
-    pool[slot // B, 0, h, slot % B] = rotated key,  pool[slot // B, 1, h, slot % B] = value     if slot >= 0
-
-Shapes      query                    [T, HQ, D]   T packed tokens, HQ query heads of size D; heads contiguous, any row
-                                                  stride
-            key, value               [T, HK, D]   HK key heads; strides as for query. All three may be views of one
-                                                  packed tensor
-            kv_pool                  [N, 2, HK, B, D]   the pool of one layer: N blocks of B tokens; in the dtype of the
-                                                        keys, or in e4m3 (torch.float8_e4m3fn)
-            slot_mapping             [T] int64   entry of each token in the pool, block * B + offset; -1 = do not write
-            positions                [T] int32 or int64   a valid position for every row, padding included
-            cos_table, sin_table     [positions, R / 2] float32   None: no rotation
-            query_out                [T, HQ, D]   None: change the queries in place
-            query_norm, key_norm     [D]   weights of the RMS norms of query and key heads; None: no norms
-Options     deterministic: make the bits of a row depend on that row alone. The Triton kernel does so in any case
-            key_scale, value_scale: a pool in e4m3 stores keys and values, in their dtype, divided by them and
-            rounded, see fp8.py; 1 for a pool in another dtype
-Mutates     kv_pool and query_out (or query). No two rows may have the same slot, except -1.
-Returns     the rotated queries.
+Arguments, results and rules are those of the kernel, in triton_kernels/rope_kv_append.py.
 """
 
 import torch
