@@ -5,7 +5,7 @@ Blocks are named by hashes of 64 bits, which are equal in all engines with the s
 """
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -178,7 +178,7 @@ def check_hash_key(name: str, key: object) -> None:
 
 def _ids(name: str, values: object) -> list[int]:
     try:
-        ids = [exact_integer(value) for value in values]               # type: ignore[attr-defined]
+        ids = [exact_integer(value) for value in cast(Iterable[object], values)]
     except TypeError:
         ids = [None]
     if isinstance(values, bytes | bytearray | memoryview) or any(each is None or not 0 <= each <= MAX_COUNT
