@@ -474,8 +474,8 @@ class TrtGptModelOptionalParams:
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
                                 without beams and post-processors, except with InferenceRequest(speculation=False);
-                                a draft model rules run_ahead out. None: no drafts. Refused with TrtGptModelType.V1,
-                                Parts.stages and several ranks
+                                a draft model rules run_ahead out. None: no drafts. Refused with TrtGptModelType.V1
+                                and Parts.stages, and a draft model with several ranks
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
                                 enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks

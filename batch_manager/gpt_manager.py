@@ -70,7 +70,7 @@ class GptManager:
     optional_params                 settings with a default
     terminate_req_id                a request with this id ends the worker once all other requests have ended
     max_draft_tokens                most draft tokens of a sequence that a step verifies, 0 to 64, as far as the backend
-                                    allows; None: 0
+                                    allows; None or 0: what optional_params.speculative_config needs
     exclude_input_in_output         responses that are not streamed have generated tokens only
     parts                           replacements for parts of the engine
     trt_engine_path                 alias of model_path

@@ -236,10 +236,12 @@ def resolve_limits(arguments: EngineArguments, info: BackendInfo) -> Limits:
                           f"lower max_draft_tokens to {most}, or verify them and state it as "
                           "BackendInfo.max_draft_tokens")
     if arguments.max_draft_tokens >= params.max_num_tokens:
-        raise ConfigError(f"max_draft_tokens is {arguments.max_draft_tokens} and max_num_tokens is "
-                          f"{params.max_num_tokens:,}",
+        drafting = params.speculative_config
+        named = "max_draft_tokens" if drafting is None or (
+            drafting.num_speculative_tokens != arguments.max_draft_tokens) else "num_speculative_tokens"
+        raise ConfigError(f"{named} is {arguments.max_draft_tokens} and max_num_tokens is {params.max_num_tokens:,}",
                           "expected a step that can hold a token of a sequence and all its drafts",
-                          "lower max_draft_tokens or raise max_num_tokens")
+                          f"lower {named} or raise max_num_tokens")
     num_micro_batches = 2 if params.enable_trt_overlap else 1
     if params.parallel_config is not None:
         num_micro_batches *= params.parallel_config.pipeline_parallel_size

@@ -39,7 +39,7 @@ from ..attention.windows import blocks_seen
 from ..config import MAX_DRAFT_TOKENS
 from ..decoding.beam_search import BeamSearch, BeamSearches
 from ..decoding.output_rows import columns_with_beams
-from ..decoding.position_ring import COLUMNS, PositionRing
+from ..decoding.position_ring import PositionRing, columns_for
 from ..errors import ConfigError, InternalError
 from ..handover import (
     END_ID,
@@ -142,7 +142,8 @@ class ScriptedBackend:
         self._any_poisoned = False
         self._tables = BlockTables(num_slots, -(-max_seq_len // tokens_per_block))
         self._state = np.zeros(max(num_slots, 1), SLOT_STATE)
-        self._last_tokens = PositionRing(np.zeros((len(self._state), COLUMNS), np.int32))
+        self._last_tokens = PositionRing(
+            np.zeros((len(self._state), columns_for(self.info.max_draft_tokens)), np.int32))
         self._searches = BeamSearches()
         self._any_extras = False                                  # log-probs or logits requested so far
         self._rows_per_slot = 1                                   # of the block tables
@@ -305,7 +306,7 @@ class ScriptedBackend:
                 grown = np.zeros(max(2 * len(self._state), work.slot + 1), SLOT_STATE)
                 grown[: len(self._state)] = self._state
                 self._state = grown
-                last_tokens = np.zeros((len(grown), COLUMNS), np.int32)
+                last_tokens = np.zeros((len(grown), self._last_tokens.values.shape[1]), np.int32)
                 last_tokens[: len(self._last_tokens.values)] = self._last_tokens.values
                 self._last_tokens.values = last_tokens
             setup, state = work.setup, self._state

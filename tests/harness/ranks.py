@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from batch_manager.decoding.position_ring import COLUMNS
+from batch_manager.config import MAX_DRAFT_TOKENS
+from batch_manager.decoding.position_ring import columns_for
 from batch_manager.errors import BatchManagerError, DeviceLostError
 from batch_manager.guard import Guard
 from batch_manager.handover import BlockCopy, ScheduledBatch, StepOutput
@@ -21,6 +22,7 @@ from batch_manager.seams import BackendInfo, MemoryUsage
 from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, _drafts_of
 
 RANK_TIMEOUT_S = 4.0
+COLUMNS = columns_for(MAX_DRAFT_TOKENS)
 MOST_WAITS_FOR_A_STEP = 5_000          # of the leader, in which nobody does anything
 
 

@@ -18,6 +18,14 @@ COMMON = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden
               eos_token_id=None, pad_token_id=None)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def drafts_cost_the_same_on_every_machine():
+    """In models this small, a draft is measured to cost anything up to a whole step, and then none is proposed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batch_manager.runtime.build_backend.measured_draft_cost", lambda *given: 0.08)
+        yield
+
+
 def _config(family: str):
     if family == "llama":
         return transformers.LlamaConfig(**COMMON, tie_word_embeddings=False)

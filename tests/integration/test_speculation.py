@@ -403,7 +403,7 @@ def test_the_keys_are_those_of_vllm():
     ({"run_ahead": True, "speculative_config": SpeculativeConfig("draft_model", model=SHIPPED)},
      "run_ahead is True; a draft model drafts"),
     ({"max_num_tokens": 8, "speculative_config": SpeculativeConfig(num_speculative_tokens=8)},
-     "max_draft_tokens is 8 and max_num_tokens is 8")])
+     "num_speculative_tokens is 8 and max_num_tokens is 8")])
 def test_engines_that_cannot_draft_say_so(make_world, options, says):
     with pytest.raises(ConfigError, match=says):
         make_world(**{"speculative_config": SpeculativeConfig()} | options)

@@ -50,6 +50,18 @@ def run(backend, *args, **kwargs):
     return backend.start(batch(*args, **kwargs)).finish()
 
 
+@pytest.mark.parametrize("count", [1, 3, 7, 63])
+def test_a_step_whose_drafts_were_accepted_can_run_again_without_them(count):
+    backend = ScriptedBackend(num_blocks=16, num_slots=1, max_seq_len=128)
+    first, *others = backend.expected([1, 2, 3, 4, 5], count + 2)
+    assert run(backend, [context(0, [1, 2, 3, 4, 5])], tables={0: list(range(16))}).tokens.tolist() == [first]
+    drafts = np.array(others[:count], np.int32)
+    with_drafts = replace(generation((0, 5)), num_drafts=np.array([count], np.int32), draft_tokens=drafts)
+    again = ScheduledBatch(iteration=1, generation=with_drafts)
+    assert backend.start(again).finish().tokens.tolist() == others
+    assert run(backend, rows=[(0, 5)]).tokens.tolist() == others[:1]
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_sequences_in_shuffled_blocks_generate_what_the_oracle_says(verify):
     backend = ScriptedBackend(num_blocks=64, tokens_per_block=4, num_slots=2, max_seq_len=64, key=7, verify=verify)
