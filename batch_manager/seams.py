@@ -8,7 +8,7 @@ from typing import Protocol
 from .adapter_values import AdapterModules
 from .errors import ConfigError
 from .handover import ScheduledBatch, StepOutput
-from .option_values import exact_integer, exact_number, put_count, shown_option
+from .option_values import exact_integer, exact_number, is_text, put_count, shown_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,9 @@ class BackendInfo:
                      "adapter_pages"):
             put_count(self, name, minimum=0, owner="BackendInfo.")
         put_count(self, "attention_window", optional=True, owner="BackendInfo.")
+        if not is_text(self.dispatch):                       # every statistics record has it
+            raise ConfigError(f"BackendInfo.dispatch is {self.dispatch!r:.200}", "expected a text that has UTF-8",
+                              "pass for instance 'torch'")
         cost = exact_number(self.draft_cost)
         if cost is None or not 0 <= cost <= 1:
             raise ConfigError(f"BackendInfo.draft_cost is {shown_option(self.draft_cost)}", "expected a number in 0..1",
@@ -170,10 +173,13 @@ class Clock(Protocol):
 def integers(figures: Mapping[str, int]) -> dict[str, int]:
     """Return the figures of a part, checked: JSON can hold them.
 
-    Raises TypeError for what is no integer, and ValueError for one that needs more than 64 bits.
+    Raises TypeError for a name that is no str and a value that is no integer, and ValueError for a name without UTF-8
+    and a value that needs more than 64 bits.
     """
-    checked = {str(name): index(value) for name, value in figures.items()}
+    checked = {str.__str__(name): index(value) for name, value in figures.items()}
     for name, value in checked.items():
+        if not is_text(name):
+            raise ValueError(f"the name {name[:200]!r} of a figure has no UTF-8")
         if not -2**63 <= value < 2**64:
             raise ValueError(f"the figure {name[:200]!r} has {value.bit_length()} bits; expected at most 64")
     return checked

@@ -199,7 +199,7 @@ class HandedBlocks(StoredBlocks):
         domain, keys = cache.keys_of(request, (request.prompt_len - 1) // cache.tokens_per_block)
         known = cache.index.walk(domain, keys)
         host_ids = self._reserve(min(len(keys) - len(known), self._room_for_loads), known)
-        load = Fetch(domain, keys, len(known), [], host_ids, self._device_work.num_added, source=source,
+        load = Fetch(domain, keys, len(known), (), host_ids, self._device_work.num_added, source=source,
                      lora_task_id=request.lora_task_id, until=time.monotonic() + self._config.load_timeout_s)
         self._num_reserved_for_loads += len(host_ids)
         self._not_submitted.append(load)

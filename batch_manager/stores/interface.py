@@ -46,11 +46,11 @@ class BlockStore(Protocol):
         ...
 
     def figures(self) -> Mapping[str, int]:
-        """Return the store's own statistics."""
+        """Return the store's own statistics. All are left out if a name has no UTF-8, or a value more than 64 bits."""
         ...
 
     def close(self) -> None:
-        """Called once, after all other calls have returned."""
+        """Called once, after all other calls have returned; on a thread if one returns so late that the engine ends."""
         ...
 
     # Optional. Called on a thread every few seconds while requests arrive, to look for what other processes have saved:

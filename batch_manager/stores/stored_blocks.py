@@ -47,7 +47,7 @@ class Load:
     domain: Domain
     keys: list[BlockKey]         # of the whole beginning of the prompt
     start: int                   # how many of them were cached already
-    blocks: list[StoredBlock]
+    blocks: tuple[StoredBlock, ...]
     host_ids: list[int]
     ticket: int
     num_right: int | None = None
@@ -202,15 +202,15 @@ class StoredBlocks:
         refresh, now = getattr(self._store, "refresh", None), self._monotonic()
         if refresh is not None and now - self._refreshed_at >= SECONDS_BETWEEN_REFRESHES:
             self._refreshed_at = now
-            self._threads.submit(partial(self._run_refresh, refresh))
+            self._threads.submit(partial(self._call_on_thread, "refresh", refresh))
 
-    def _run_refresh(self, refresh: Callable[[], None]) -> None:
-        _, error = tried(refresh)
+    def _call_on_thread(self, method: str, call: Callable[[], None]) -> None:
+        _, error = tried(call)
         if error is not None:
-            self._log.log(logging.WARNING, "`refresh` of the store raised %s", type_name(error), raised=error)
+            self._log.log(logging.WARNING, "`%s` of the store raised %s", method, type_name(error), raised=error)
 
     def _start_load(self, request: LlmRequest, domain: Domain, keys: list[BlockKey], known: list[PrefixNode],
-                    blocks: list[StoredBlock]) -> Load | None:
+                    blocks: tuple[StoredBlock, ...]) -> Load | None:
         unit, host = self._cache.tokens_per_block, self._cache.host
         found = min(self._count(blocks, 0), self._room_for_loads)
         if found * unit < self._min_tokens:
@@ -386,14 +386,16 @@ class StoredBlocks:
         return True
 
     def close(self) -> None:
-        """End the threads and the store. Idempotent."""
+        """End the threads and the store. Idempotent. A call that lasts too long is not waited for; the store is closed
+        when it has returned.
+        """
         if not self._is_closed:
             self._is_closed = True
-            if not self._threads.close(SECONDS_WITHOUT_A_SAVE):
+            if self._threads.close(SECONDS_WITHOUT_A_SAVE, partial(self._call_on_thread, "close", self._store.close)):
+                self._ask("close", None, self._store.close)
+            else:
                 log.warning("a call of the store has not returned for %.0f s; the engine ends without it",
                             SECONDS_WITHOUT_A_SAVE)
-                return
-            self._ask("close", None, self._store.close)
 
     def _submit_what_is_due(self) -> None:
         while self._not_submitted and self._not_submitted[0].ticket <= self._device_work.num_done:
@@ -421,7 +423,7 @@ class StoredBlocks:
     def _fill_part(self, part: _Part) -> int:
         """Return the number of host blocks that the store filled. Raises ValueError."""
         blocks, host_ids = part.load.blocks[part.start:part.end], part.load.host_ids[part.start:part.end]
-        return _share(self._store.load(blocks, list(map(self._host_block, host_ids))), blocks)
+        return _share(self._store.load(blocks, tuple(map(self._host_block, host_ids))), blocks)
 
     def _count(self, blocks: Sequence[StoredBlock], default: int) -> int:
         """Return how many leading blocks the store has, or `default` if it does not say."""
@@ -467,13 +469,14 @@ class StoredBlocks:
             self._cache.host.release(host_id)
         return num_right - len(left)
 
-    def _named(self, domain: Domain, keys: Sequence[BlockKey]) -> list[StoredBlock]:
-        parent, blocks = root_hash(self._fingerprint, *domain, size=KEY_BYTES), []
+    def _named(self, domain: Domain, keys: Sequence[BlockKey]) -> tuple[StoredBlock, ...]:
+        """Return the names of blocks, as a tuple, which a store cannot change."""
+        parent, blocks = root_hash(self._fingerprint, *domain, size=KEY_BYTES), list[StoredBlock]()
         for key in keys:
             name = block_hash(b"", parent, key.tokens, key.extra_ids, size=KEY_BYTES)
             blocks.append(StoredBlock(name, parent, key.tokens, key.extra_ids))
             parent = name
-        return blocks
+        return tuple(blocks)
 
     def _ask(self, method: str, default: Answer, call: Callable[[], Answer]) -> Answer:
         """Return what a method of the store returns to the worker, or `default` if it raises, which is noted."""

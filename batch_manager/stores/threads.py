@@ -1,11 +1,11 @@
 """The threads on which stores read and write, and the guard around each call."""
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
+from ..one_shot_event import OneShotEvent
 from ..thread_stack import start_with_enough_stack
 
 Answer = TypeVar("Answer")
@@ -37,15 +37,25 @@ class StoreThreads:
                 self._threads.append(thread)
         self._jobs.put(job)
 
-    def close(self, seconds: float = 10.0) -> bool:
-        """End the threads after the submitted jobs. Idempotent. Returns False if one still runs after these seconds."""
+    def close(self, seconds: float = 10.0, late: Callable[[], None] = lambda: None) -> bool:
+        """End the threads after the submitted jobs. Idempotent. Returns False if one still runs after these seconds.
+
+        late   then runs on a thread, once all submitted jobs have returned. It must not raise
+        """
         threads, self._threads = self._threads, []
-        for _ in threads:
+        if not threads:
+            return True
+        have_returned = OneShotEvent()
+        for _ in threads[1:]:
             self._jobs.put(None)
-        until = time.monotonic() + seconds
-        for thread in threads:
-            thread.join(max(until - time.monotonic(), 0))
-        return not any(thread.is_alive() for thread in threads)
+        self._jobs.put(have_returned.set)          # the other threads have ended, and only the last one takes it
+        is_in_time = have_returned.wait(seconds)
+        if not is_in_time:
+            self._jobs.put(late)
+        self._jobs.put(None)
+        for thread in threads if is_in_time else ():
+            thread.join()
+        return is_in_time
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:

@@ -197,8 +197,9 @@ def test_a_part_that_cannot_be_one_is_refused_where_it_is_given(parts):
 @pytest.mark.parametrize("change", [
     {"vocab_size": 0}, {"num_blocks": -1}, {"tokens_per_block": 4.0}, {"num_slots": True}, {"max_seq_len": None},
     {"attention_window": 0}, {"sink_tokens": -1}, {"host_blocks": "1"}, {"draft_cost": -0.1},
-    {"draft_cost": 1.1}, {"draft_cost": True}, {"draft_cost": float("nan")}, {"draft_cost": None}], ids=str)
-def test_a_number_that_a_backend_cannot_have_is_refused_by_name(change):
+    {"draft_cost": 1.1}, {"draft_cost": True}, {"draft_cost": float("nan")}, {"draft_cost": None},
+    {"dispatch": "\udcff"}, {"dispatch": None}], ids=ascii)
+def test_a_value_that_a_backend_cannot_have_is_refused_by_name(change):
     numbers = ("vocab_size", "max_seq_len", "num_blocks", "tokens_per_block", "num_slots")
     good = {"dispatch": "mine", **dict.fromkeys(numbers, 9)}
     assert BackendInfo(**good).host_blocks == 0

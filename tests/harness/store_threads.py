@@ -30,6 +30,6 @@ class HeldThreads:
         while self.jobs:
             self.jobs.pop(0)()
 
-    def close(self, seconds: float = 0.0) -> bool:
+    def close(self, seconds: float = 0.0, late: Callable[[], None] = lambda: None) -> bool:
         self.run()
         return True

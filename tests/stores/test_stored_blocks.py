@@ -26,17 +26,17 @@ class Memory:
         self.faults: dict[str, list] = {}
         self.calls: list[str] = []
 
-    def _begin(self, name):
+    def _begin(self, name, *given):
         self.calls.append(name)
         if self.faults.get(name):
             fault = self.faults[name].pop(0)
             if isinstance(fault, BaseException):
                 raise fault
-            return fault
+            return fault(*given) if callable(fault) else fault
         return None
 
     def count(self, blocks):
-        fault = self._begin("count")
+        fault = self._begin("count", blocks)
         known = next((place for place, block in enumerate(blocks) if block not in self.blocks), len(blocks))
         return known if fault is None else fault
 
@@ -157,6 +157,8 @@ def test_of_a_request_with_beams_the_prompt_is_saved(engine):
     ({"load": [SystemExit(1)]}, 41, "Store Failed Loads"),
     ({"load": [11]}, 41, "Store Failed Loads"), ({"load": [10.0]}, 41, "Store Failed Loads"),
     ({"figures": [{"Mine": 2**64}], "load": [10]}, 1, None), ({"count": [10]}, 41, "Store Failed Loads"),
+    ({"figures": [{"a": 1, "\udcff": 2}]}, 1, None),
+    ({"count": [lambda blocks: blocks.reverse(), lambda blocks: blocks.pop()]}, 41, None),
     *(({"count": [answer]}, 41, None) for answer in (11, -1, True, 10.0, "10"))])
 def test_what_a_store_fails_to_give_is_computed(engine, faults, computed, figure):
     store = Memory()
@@ -299,6 +301,9 @@ def test_a_store_that_hangs_does_not_keep_the_engine_from_its_end(make_manager, 
         assert manager.shutdown(timeout=20) and "close" not in store.calls
     finally:
         returns.set()
+    for thread in [each for each in threading.enumerate() if each.name.startswith("batch_manager store")]:
+        thread.join(20)
+    assert store.calls.count("close") == 1 and store.calls[-1] == "close"
 
 
 def test_a_store_that_is_always_too_slow_rests(engine):
