@@ -178,8 +178,8 @@ def _arguments_of_draft_model(arguments: EngineArguments, config: SpeculativeCon
         peft_cache_config=None, kv_transfer_config=None, parallel_config=None,
         cuda_graphs=params.cuda_graphs and None, cpu_compile=params.cpu_compile and None,    # True is the model's alone
         kv_cache_config=replace(kv, free_gpu_memory_fraction=kv.free_gpu_memory_fraction * share, host_cache_size=0,
-                                disk_cache_path=None, disk_cache_size=None, event_buffer_max_size=0,
-                                kv_cache_dtype="auto")))
+                                disk_cache_path=None, disk_cache_size=None, disk_cache_read_only=False,
+                                event_buffer_max_size=0, kv_cache_dtype="auto")))
 
 
 def _make_stored(params: TrtGptModelOptionalParams, parts: Parts, kv_cache_manager: KvCacheManager, backend: Any,

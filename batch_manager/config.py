@@ -5,7 +5,9 @@ chooses the value.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from os import PathLike, fspath
@@ -60,7 +62,8 @@ class KvCacheConfig:
                                to 8 bits, so that a pool of bfloat16's size has twice the blocks. Outputs change a bit
     host_cache_size            bytes of host memory, pinned for a GPU, for reusable blocks evicted from the pool
     disk_cache_path            directory that keeps reusable blocks for later runs of the engine, and for other engines;
-                               made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks
+                               made if it is missing; None: none. With it, host_cache_size 0 stands for 64 blocks. A
+                               relative path becomes an absolute one at once
     disk_cache_size            largest number of bytes of all blocks in the directory; needed unless it is only read
     disk_cache_read_only       use what is in the directory, and change nothing
     disk_io_threads            threads that read and write it
@@ -136,11 +139,16 @@ class KvCacheConfig:
             if self.disk_cache_size is not None:
                 raise ConfigError(f"disk_cache_size is {self.disk_cache_size:,} but disk_cache_path is not set",
                                   "it is the size of that directory", "set both or neither")
+            if self.disk_cache_read_only:
+                raise ConfigError("disk_cache_read_only is set but disk_cache_path is not set",
+                                  "it is about that directory", "set disk_cache_path, or leave both out")
             return
         text = fspath(path) if isinstance(path, str | PathLike) else None
         if not text or not is_text(text, "surrogateescape") or "\0" in text:
             raise ConfigError(f"KvCacheConfig.disk_cache_path is {path!r:.200}",
                               "expected the path of a directory, or None", "pass a str or a pathlib.Path")
+        with suppress(FileNotFoundError):          # the current directory is gone; the store refuses the path
+            text = os.path.join(os.getcwd(), text)
         object.__setattr__(self, "disk_cache_path", text)
         if self.disk_cache_size is None and not self.disk_cache_read_only:
             raise ConfigError(f"disk_cache_path is {self.disk_cache_path!r} but disk_cache_size is not set",
@@ -370,9 +378,12 @@ class KvTransferConfig:
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(f"{owner}{name} is {value!r:.200}", f"expected one of {', '.join(allowed)}")
         host, peers = "a name or an address of 1 to 255 ASCII characters", self.peers
-        if not is_host(self.host) or self.host in ("0.0.0.0", "::"):       # no consumer reaches these
+        if not is_host(self.host):
             raise ConfigError(f"{owner}host is {self.host!r:.200}",
                               f"expected {host}, at which consumers reach this one", 'pass for instance "10.0.0.1"')
+        if self.host in ("0.0.0.0", "::"):
+            raise ConfigError(f"{owner}host is {self.host!r}", "it stands for all addresses of this machine, and no "
+                              "consumer can connect to it", 'pass the one that consumers reach, such as "10.0.0.1"')
         if peers is not None and not (isinstance(peers, list | tuple) and all(map(is_host, peers))):
             raise ConfigError(f"{owner}peers is {peers!r:.200}", f"expected None, or a tuple of which each is {host}",
                               'pass for instance ("10.0.0.1",)')

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
-from .errors import ConfigError
+from .errors import ConfigError, type_name
 from .option_values import MAX_COUNT, exact_integer, shown_option
 
 HASH_BYTES, ADAPTER_BYTES, MOST_KEY_BYTES = 8, 32, 64
@@ -139,9 +139,10 @@ def kv_block_hashes(token_ids: Sequence[int], tokens_per_block: int, *, event_ha
                     token_extra_ids: Sequence[int] | None = None) -> list[int]:
     """Return the names that events give to the full blocks of a prompt, in order.
 
-    event_hash_key    as in KvCacheConfig
-    adapter_digest    content of the prompt's adapter, bytes.fromhex(AdapterInfo.digest); None: no adapter
-    token_extra_ids   an extra id for each token, as the request's `input_token_extra_ids`
+    tokens_per_block   that of the engine; a backend of your own may have any
+    event_hash_key     as in KvCacheConfig
+    adapter_digest     content of the prompt's adapter, bytes.fromhex(AdapterInfo.digest); None: no adapter
+    token_extra_ids    an extra id for each token, as the request's `input_token_extra_ids`
 
     Raises ConfigError.
     """
@@ -177,14 +178,21 @@ def check_hash_key(name: str, key: object) -> None:
 
 
 def _ids(name: str, values: object) -> list[int]:
+    """Return token ids or extra ids. An error does not show them: they may be a prompt."""
+    expected, ids = "expected a list of integers in 0..2^63-1", list[int]()
     try:
-        ids = [exact_integer(value) for value in cast(Iterable[object], values)]
+        if isinstance(values, str | bytes | bytearray | memoryview):
+            raise TypeError
+        given = list(cast(Iterable[object], values))
     except TypeError:
-        ids = [None]
-    if isinstance(values, bytes | bytearray | memoryview) or any(each is None or not 0 <= each <= MAX_COUNT
-                                                                 for each in ids):
-        raise ConfigError(f"{name} is {values!r:.200}", "expected a list of integers in 0..2^63-1")
-    return cast(list[int], ids)
+        raise ConfigError(f"{name} is of type {type_name(values)}", expected) from None
+    for place, value in enumerate(given):
+        number = exact_integer(value)
+        if number is None or not 0 <= number <= MAX_COUNT:
+            fact = f"of type {type_name(value)}" if number is None else "out of range"
+            raise ConfigError(f"{name}[{place}] is {fact}", expected)
+        ids.append(number)
+    return ids
 
 
 def root_hash(key: bytes, adapter_digest: bytes | None, cache_salt: Hashable, uses_extra_ids: bool,

@@ -402,4 +402,4 @@ def _without_block_reuse(kv: KvCacheConfig, reason: str) -> KvCacheConfig:
         return kv
     log.warning("KvCacheConfig.enable_block_reuse is switched off: %s", reason)
     return replace(kv, enable_block_reuse=False, host_cache_size=0, event_buffer_max_size=0, disk_cache_path=None,
-                   disk_cache_size=None)
+                   disk_cache_size=None, disk_cache_read_only=False)

@@ -10,7 +10,8 @@ from zlib import crc32
 import numpy as np
 
 from ..config import is_host
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, is_a, type_name
+from ..option_values import shown_option
 
 MAGIC = b"BMcp"
 VERSION = 1
@@ -46,7 +47,7 @@ class ContextPhaseParams:
                 ("num_tokens", type(self.num_tokens) is int and 0 <= self.num_tokens < 2**32,
                  "an integer in 0..2^32-1")):
             if not is_right:
-                raise InvalidRequestError(f"ContextPhaseParams.{name} is {getattr(self, name)!r:.200}",
+                raise InvalidRequestError(f"ContextPhaseParams.{name} is {_shown(getattr(self, name))}",
                                           f"expected {expected}", _WAY_OUT)
 
     def to_array(self) -> np.ndarray:
@@ -58,6 +59,8 @@ class ContextPhaseParams:
     @classmethod
     def of(cls, array: np.ndarray) -> "ContextPhaseParams":
         """Read the tensor, a row of integers. Raises InvalidRequestError."""
+        if not is_a(array, np.ndarray) or array.dtype.kind not in "iu":
+            raise _refused(f"is an array of {array.dtype}" if is_a(array, np.ndarray) else f"is {_shown(array)}")
         if array.size > MOST_BYTES or ((array < 0) | (array > 255)).any():
             raise _refused(f"has {array.size} elements" if array.size > MOST_BYTES else "has values outside of 0..255")
         data = array.astype(np.uint8).tobytes()
@@ -81,6 +84,9 @@ class ContextPhaseParams:
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> "ContextPhaseParams":
         """Read what `to_json` returned; other fields are ignored. Raises InvalidRequestError."""
+        if not isinstance(fields, Mapping):
+            raise InvalidRequestError(f"kv_transfer_params are {_shown(fields)}", "expected a mapping, as of to_json",
+                                      _WAY_OUT)
         ticket: Any = fields.get("remote_request_id")
         with suppress(KeyError, TypeError, ValueError):       # an InvalidRequestError is a ValueError
             made = cls(fields["remote_host"], fields["remote_port"], bytes.fromhex(ticket),
@@ -90,6 +96,13 @@ class ContextPhaseParams:
         raise InvalidRequestError("kv_transfer_params are not those of an answer",
                                   "expected remote_host, remote_port, remote_request_id and remote_num_tokens of the "
                                   "answer to a request with do_remote_decode", _WAY_OUT)
+
+
+def _shown(value: object) -> str:
+    """Format a wrong value. Of a text or bytes, which may be a ticket, nothing but the length is shown."""
+    if is_a(value, (str, bytes, bytearray)):
+        return f"of type {type_name(value)} and length {len(value)}"
+    return shown_option(value) if is_a(value, (int, float)) else f"of type {type_name(value)}"
 
 
 def _refused(fact: str) -> InvalidRequestError:

@@ -65,6 +65,7 @@ class DirectoryStore:
             self._remove_temporary()
         except OSError as error:
             raise ConfigError(f"disk_cache_path is {path!r}", f"it cannot be used: {error.strerror}",
+                              "pass a directory that exists, or leave disk_cache_read_only out" if read_only else
                               "pass a directory on a local disk that you may write to, or disk_cache_read_only=True"
                               ) from error
         log.info("the disk cache %s has %s of %s bytes", path, counted(len(self._files), "block"), f"{self._total:,}")

@@ -55,7 +55,7 @@ KV_OPTIONS = {
     "tokens_per_block": ((8, 16, 32, 64, 128, 256), (0, 1, 4, 7, 9, 63, 65, 255, 257, 512, -8, 64.0, "64", True, None)),
     "host_cache_size": COUNT_FROM_0,
     "enable_partial_reuse": FLAG,
-    "disk_cache_path": (("folder",), ("", b"folder", 5, True, ["folder"])),
+    "disk_cache_path": (("/folder",), ("", b"folder", 5, True, ["folder"])),
     "disk_cache_size": (COUNT[0], COUNT_OR_NONE[1]),
     "disk_cache_read_only": FLAG,
     "disk_io_threads": ((1, 2, MAX_THREADS), (0, -1, None, MAX_THREADS + 1, *NO_COUNT)),
@@ -67,6 +67,7 @@ KV_OPTIONS = {
 }
 KV_COMPANIONS = {"sink_token_length": {"max_attention_window": 8},
                  "disk_cache_path": {"enable_block_reuse": True, "disk_cache_size": 1},
+                 "disk_cache_read_only": {"enable_block_reuse": True, "disk_cache_path": "x", "disk_cache_size": 1},
                  "disk_cache_size": {"enable_block_reuse": True, "disk_cache_path": "folder"},
                  **dict.fromkeys(("host_cache_size", "event_buffer_max_size"), {"enable_block_reuse": True})}
 
@@ -227,6 +228,7 @@ def test_values_of_adapters_drafts_and_transfers(options, table, name, which):
 
 
 @pytest.mark.parametrize("options, says", [
+    ({"disk_cache_read_only": True}, "disk_cache_read_only is set but disk_cache_path is not set"),
     ({"sink_token_length": 1}, "sink_token_length is 1 but max_attention_window is not set"),
     ({"host_cache_size": 1}, "host_cache_size is 1 but enable_block_reuse is not set")])
 def test_options_of_the_kv_cache_that_need_another(options, says):

@@ -289,11 +289,19 @@ def test_context_phase_params_of_any_bytes_are_a_refusal(new_request):
     for values in wrong:
         with pytest.raises(InvalidRequestError, match="context_phase_params"):
             ContextPhaseParams.of(values)
+    for values, fact in ((None, "of type NoneType"), (array.tolist(), "of type list"), (5, "5"),
+                         (array.tobytes(), "of type bytes and length 4"), (array.astype(float), "an array of float64")):
+        with pytest.raises(InvalidRequestError, match=f"context_phase_params is {fact}"):
+            ContextPhaseParams.of(values)
+    for values in (None, [], "x", 5):
+        with pytest.raises(InvalidRequestError, match="kv_transfer_params are .*; expected a mapping"):
+            ContextPhaseParams.of_json(values)
     for name, value in (("host", ""), ("host", "é"), ("host", "a" * 256), ("host", 5), ("port", 0), ("port", 65536),
                         ("port", True), ("port", "80"), ("ticket", b"x"), ("ticket", bytes(17)), ("ticket", "x" * 16),
                         ("num_tokens", -1), ("num_tokens", 2**32), ("num_tokens", 1.0)):
-        with pytest.raises(InvalidRequestError, match=f"ContextPhaseParams.{name} is .*; expected "):
+        with pytest.raises(InvalidRequestError, match=f"ContextPhaseParams.{name} is .*; expected ") as raised:
             replace(good, **{name: value})
+        assert "xxx" not in str(raised.value) and r"\x00" not in str(raised.value), "a ticket is secret"
     for name, value in (("remote_host", ""), ("remote_host", "é"), ("remote_host", 5), ("remote_port", 0),
                         ("remote_port", True), ("remote_port", "80"), ("remote_request_id", "AB" * 16),
                         ("remote_request_id", "ab"), ("remote_request_id", " ".join(["ab"] * 16)),
