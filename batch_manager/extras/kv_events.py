@@ -10,8 +10,8 @@ msgpack, with `KvEvent.to_vllm()` as its events. A subscriber that misses a numb
 batch from there, and at the end the number -1.
 """
 
-import json
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -25,6 +25,7 @@ from ..contained_log import RateLimitedLog
 from ..errors import ConfigError
 from ..kv_events import KvEvent
 from ..option_values import exact_integer, is_text
+from .repeated_names import object_of_option
 
 __all__ = ["KvEventPublisher"]
 
@@ -94,15 +95,10 @@ class KvEventPublisher:
 
         Raises ConfigError.
         """
-        try:
-            options = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError("the configuration of KV events is no JSON", str(error)[:200],
-                              'pass for instance {"endpoint": "tcp://*:5557"}') from None
+        options = object_of_option("the configuration of KV events", text, '{"endpoint": "tcp://*:5557"}')
         known = {*cls.__init__.__annotations__, "publisher", "enable_kv_cache_events"} - {"return", "timestamp"}
-        if not isinstance(options, dict) or (unknown := sorted(options.keys() - known)):
-            what = f"has {unknown[0]!r:.100}" if isinstance(options, dict) else "is no object"
-            raise ConfigError(f"the configuration of KV events {what}",
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError(f"the configuration of KV events has {unknown[0]!r:.100}",
                               f"known are {', '.join(sorted(known))}", "leave the others out")
         kind, is_on = options.pop("publisher", "zmq"), options.pop("enable_kv_cache_events", True)
         if kind not in ("zmq", "null") or not isinstance(is_on, bool):
@@ -142,6 +138,10 @@ class KvEventPublisher:
         return [socket.get_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
 
     def _socket(self, kind: int, endpoint: str, hwm: int, binds: bool = True) -> "zmq.Socket[bytes]":
+        port = re.search("^tcp://.*:0*([0-9]+)$", endpoint)
+        if port is not None and int(port[1][:6]) > 65535:
+            raise ConfigError(f"the address of KV events is {endpoint!r:.200}", "expected a port in 0..65535",
+                              "pass another endpoint, such as tcp://*:5557")     # ZeroMQ takes the last 16 bits
         socket = self._context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(hwm)

@@ -176,9 +176,14 @@ def test_batches_without_room_and_ones_that_cannot_be_written_are_gaps_and_no_ot
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("{", "is no JSON"), ("[]", "is no object; known are buffer_steps, enable_kv_cache_events, endpoint"),
-    ('{"port": 5}', "has 'port'"), ('{"publisher": "kafka"}', "publisher is 'kafka'.*expected zmq or null"),
+    ("{", "cannot be read as JSON"),
+    ("[]", "is JSON of type list; expected a JSON object"), ('{"hwm": 1, "hwm": 2}', "twice"),
+    ('{"port": 5}', "has 'port'; known are buffer_steps, enable_kv"),
+    ('{"publisher": "kafka"}', "publisher is 'kafka'.*expected zmq or null"),
     ('{"endpoint": "tcp://nowhere"}', "the address of KV events is 'tcp://nowhere'"),
+    *((f'{{"endpoint": "tcp://{host}:{port}"}}', f":{port}'; expected a port in 0..65535")
+      for host, port in (("*", 65536), ("127.0.0.1", 99999), ("10.0.0.1", 10**30))),
+    ('{"replay_endpoint": "tcp://*:99999", "endpoint": "tcp://127.0.0.1:*"}', "expected a port in"),
     ('{"endpoint": 5}', "endpoint is 5; expected a text"),
     ('{"topic": "\\ud800"}', "topic is '.ud800'; expected a text"),
     ('{"hwm": 0}', "hwm is 0; expected an integer in 1"),

@@ -56,8 +56,10 @@ def test_a_prompt_of_one_service_is_continued_by_the_other():
             assert found["choices"] == wanted["choices"]
             assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= params["remote_num_tokens"]
             assert "kv_transfer_params" not in found and "kv_transfer_params" not in wanted
-            for service, transfer in ((alone, DECODE_ELSEWHERE), (decode, DECODE_ELSEWHERE), (prefill, params)):
-                with pytest.raises(OpenAIError, match="^kv_transfer_params is .* --kv-transfer-config, or") as raised:
+            for service, transfer, sent in ((alone, DECODE_ELSEWHERE, "decode"), (decode, DECODE_ELSEWHERE, "decode"),
+                                            (prefill, params, "prefill")):
+                with pytest.raises(OpenAIError, match=f"^kv_transfer_params has do_remote_{sent}: true; this .* "
+                                                      "--kv-transfer-config, or") as raised:
                     await text_of(service, {**ASKED, "kv_transfer_params": transfer})
                 assert raised.value.param == "kv_transfer_params" and "request_type" not in raised.value.message
             assert (await text_of(alone, {**ASKED, "kv_transfer_params": {}}))["choices"] == wanted["choices"]
@@ -101,12 +103,20 @@ def test_options_in_json_as_vllm_has_them():
     assert params.kv_transfer_config == KvTransferConfig()
 
 
-@pytest.mark.parametrize("text", [
-    "", "[", "[1]", "5", "null", '"kv_role"', '{"kv_rank": 0}', '{"kv_role": "x"}', '{"kv_role": 5}', '{"kv_port": -1}',
-    '{"kv_connector_extra_config": 5}', '{"kv_connector_extra_config": {"role": "both"}}',
-    '{"kv_connector_extra_config": {"timeout_s": 0}}', "[" * 100_000])
-def test_options_that_are_refused(text):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize("text, fact", [
+    *((text, "cannot be read as JSON") for text in ("", "[", "[" * 100_000)),
+    *((text, f"is JSON of type {kind}; expected a JSON object")
+      for text, kind in (("[]", "list"), ("5", "int"), ("null", "NoneType"), ('"kv_role"', "str"))),
+    *((f'{{"kv_connector_extra_config": {text}}}', f"kv_connector_extra_config of .* is JSON of type {kind}; expected")
+      for text, kind in (("[]", "list"), ("5", "int"), ("null", "NoneType"), ('"x"', "str"))),
+    ('{"kv_role": "kv_producer", "kv_role": "kv_consumer"}', "'kv_role' occurs twice"),
+    ('{"kv_connector_extra_config": {"timeout_s": 1, "timeout_s": 2}}', "'timeout_s' occurs twice"),
+    ('{"kv_rank": 0}', "has 'kv_rank'"), ('{"kv_role": "x"}', "role is 'x'"), ('{"kv_role": 5}', "role is 5"),
+    ('{"kv_port": -1}', "port is -1"), ('{"kv_connector_extra_config": {"role": "both"}}', "has 'role'"),
+    ('{"kv_connector_extra_config": {"timeout_s": 0}}', "timeout_s is 0"),
+    ('{"kv_ip": "0.0.0.0"}', "host is '0.0.0.0'; it stands for all addresses")])
+def test_options_that_are_refused(text, fact):
+    with pytest.raises(ConfigError, match=fact):
         options_of_json(text)
     with pytest.raises(ConfigError, match="enable_block_reuse=False"):
         engine_params(block_reuse=False, kv_transfer_config="{}")

@@ -25,6 +25,9 @@ FIELDS = {
     "kv_transfer_config": "--kv-transfer-config",
 }
 _FIELDS_OF_A_CHAT = {**FIELDS, "input_ids": "messages", "return_top_log_probs": "top_logprobs"}
+# A value of request_type -> what the client sent instead.
+_TRANSFERS = {f"kv_transfer_params is '{kind}_only'": f"kv_transfer_params has {flag}: true" for kind, flag in (
+    ("context", "do_remote_decode"), ("generation", "do_remote_prefill"))}
 _TENSOR = re.compile(rf"\b(?:{'|'.join(FIELDS)})\b")
 
 
@@ -57,6 +60,8 @@ class OpenAIError(Exception):
             if (found := _TENSOR.search(message.partition(";")[0])) is not None:
                 param = names[found[0]]
             message = _TENSOR.sub(lambda tensor: names[tensor[0]], message)
+            for said, sent in _TRANSFERS.items():
+                message = message.replace(said, sent)
         elif error.code is ErrorCode.QUEUE_FULL:
             message = f"{message.rpartition('; ')[0] or message}; {_WHAT_A_CLIENT_CAN_DO}"
         return cls(error.code.http_status, message, param, error.code.value.lower())

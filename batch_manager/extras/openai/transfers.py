@@ -1,12 +1,12 @@
 """Prompts that one server computes and another continues: --kv-transfer-config and `kv_transfer_params`, as at vLLM."""
 
-import json
 from typing import Any
 
 from ...config import KvTransferConfig
-from ...errors import ConfigError, InvalidRequestError
+from ...errors import ConfigError, InvalidRequestError, type_name
 from ...names import RequestType
 from ...requests.context_phase import ContextPhaseParams
+from ..repeated_names import object_of_option
 from .errors import refused
 from .json_object import JsonObject
 
@@ -23,15 +23,13 @@ def options_of_json(text: str) -> tuple[KvTransferConfig, int]:
     Raises ConfigError.
     """
     what = "the configuration of KV transfers"
-    try:
-        given = json.loads(text)
-        options = dict(given.pop("kv_connector_extra_config", {}))
-        given = {name: value for name, value in given.items() if name not in IGNORED}
-        unknown = sorted(given.keys() - FIELDS) + sorted(options.keys() - set(EXTRA))
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{what} or its kv_connector_extra_config is no JSON object", str(error)[:200],
-                          """pass for instance {"kv_role": "kv_producer"}""") from None
-    if unknown:
+    given = object_of_option(what, text, '{"kv_role": "kv_producer"}')
+    options = given.pop("kv_connector_extra_config", {})
+    if not isinstance(options, dict):
+        raise ConfigError(f"kv_connector_extra_config of {what} is JSON of type {type_name(options)}",
+                          "expected a JSON object", 'pass for instance {"timeout_s": 60}')
+    given = {name: value for name, value in given.items() if name not in IGNORED}
+    if unknown := sorted(given.keys() - FIELDS) + sorted(options.keys() - set(EXTRA)):
         raise ConfigError(f"{what} has {unknown[0]!r:.100}", f"known are {', '.join((*IGNORED, *FIELDS))}, and in "
                           f"kv_connector_extra_config {', '.join(EXTRA)}", "leave the others out")
     options |= {FIELDS[name]: value for name, value in given.items()}
