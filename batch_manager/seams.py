@@ -177,9 +177,8 @@ def integers(figures: Mapping[str, int]) -> dict[str, int]:
     and a value that needs more than 64 bits.
     """
     checked = {str.__str__(name): index(value) for name, value in figures.items()}
+    "".join(checked).encode()                              # UnicodeEncodeError, a ValueError, names the character
     for name, value in checked.items():
-        if not is_text(name):
-            raise ValueError(f"the name {name[:200]!r} of a figure has no UTF-8")
         if not -2**63 <= value < 2**64:
             raise ValueError(f"the figure {name[:200]!r} has {value.bit_length()} bits; expected at most 64")
     return checked

@@ -33,7 +33,7 @@ class SimulatedThreads:
         self._world.check(not self.is_closed, "I36: the threads of the traffic have ended and get a job")
         self.jobs.append(job)
 
-    def close(self, seconds: float = 0.0) -> bool:
+    def close(self, seconds: float = 0.0, late: Callable[[], None] = lambda: None) -> bool:
         self._run(len(self.jobs), at_the_end=True)
         self.is_closed = True
         return True
