@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..attention.fp8 import FP8
@@ -96,14 +97,23 @@ def block_operations(pool: torch.Tensor, host_pool: Sequence[torch.Tensor]
                      ) -> dict[type, Callable[[Any], None]]:
     """Return type -> handler of the operations on blocks of the two pools, see operations.py."""
 
+    on_cpu = pool.device.type == "cpu"
+
     def copy(operation: BlockCopy) -> None:                # a block is contiguous, so the copy allocates nothing
-        source = host_pool if operation.from_host else pool
-        destination = host_pool if operation.to_host else pool
-        destination[operation.destination].copy_(source[operation.source], non_blocking=True)
+        source = (host_pool if operation.from_host else pool)[operation.source]
+        destination = (host_pool if operation.to_host else pool)[operation.destination]
+        if on_cpu:    # torch would divide the copy among threads: while they wait for a busy core, so does the step
+            np.copyto(_bytes_of(destination), _bytes_of(source))
+        else:
+            destination.copy_(source, non_blocking=True)
 
     def clear(operation: BlockClear) -> None:
         clear_block(pool, operation.block_id, operation.first_token)
     return {BlockCopy: copy, BlockClear: clear}
+
+
+def _bytes_of(block: torch.Tensor) -> np.ndarray:
+    return block.view(torch.uint8).numpy()
 
 
 def _block_shape(spec: ModelSpec, tokens_per_block: int) -> tuple[int, ...]:

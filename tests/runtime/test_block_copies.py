@@ -85,6 +85,16 @@ def test_what_goes_to_the_host_comes_back_although_its_block_was_overwritten(che
     assert contents(backend)[:9] == [1, 6, 3, 4, 5, 1, 1, 7, 6]
 
 
+def test_a_copy_on_a_cpu_waits_for_no_other_thread(checkpoint, monkeypatch):
+    """torch divides a large copy among its threads, and all wait for one whose core is busy."""
+    backend = build(checkpoint, "cpu")
+    fill(backend)
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    carry_out(backend, BlockCopy(0, 2, SIZE, to_host=True), BlockCopy(0, 1, SIZE), BlockCopy(2, 3, SIZE, from_host=True))
+    monkeypatch.undo()
+    assert contents(backend)[:4] == [1, 1, 3, 1]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_sequence_goes_on_where_its_blocks_were_copied_to(checkpoint, device):
     """A sequence whose blocks were copied to other blocks, two of them through host memory, gets the same tokens.
