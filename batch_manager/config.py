@@ -4,7 +4,6 @@ The dataclasses are frozen. Their field names are TensorRT-LLM's names in snake_
 chooses the value.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,16 @@ from .adapter_values import LARGEST_ADAPTER_SIZE, MODULE_NAMES
 from .errors import ConfigError
 from .kv_events import KvEvent, check_hash_key
 from .names import ContextChunkingPolicy, SchedulerPolicy
-from .option_values import check_flag, exact_integer, exact_number, is_text, put_count, put_seconds, shown_option
+from .option_values import (
+    check_flag,
+    exact_integer,
+    exact_number,
+    is_text,
+    object_of_option,
+    put_count,
+    put_seconds,
+    shown_option,
+)
 from .seams import Clock, ModelBackend
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -36,7 +44,7 @@ MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the p
 MAX_RANKS = 1024              # of each kind of parallelism
 MAX_DRAFT_TOKENS = 64         # of a sequence in one step
 DRAFT_METHODS = ("ngram", "custom", "draft_model")
-_LIKE_THIS = """for example {"method": "ngram", "num_speculative_tokens": 7}"""
+_LIKE_THIS = """{"method": "ngram", "num_speculative_tokens": 7}"""
 MAX_LOOKUP = 16               # tokens of an n-gram
 
 
@@ -329,20 +337,15 @@ class SpeculativeConfig:
     def of(cls, given: Mapping[str, Any] | str) -> "SpeculativeConfig":
         """Return the config of a mapping with vLLM's keys, or of its JSON, with a `method`. Raises ConfigError."""
         if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ConfigError(f"speculative_config is {given!r}"[:200], f"it is no JSON: {error}",
-                                  _LIKE_THIS) from error
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"speculative_config is {given!r}"[:200], "expected an object", _LIKE_THIS)
+            given = object_of_option("speculative_config", given, _LIKE_THIS)
         known = list(cls.__dataclass_fields__)
         if unknown := [str(name)[:64] for name in given if name not in known]:
             raise ConfigError(f"speculative_config has {unknown[0]!r}", f"its keys are {', '.join(known)}",
                               "leave it out: heads of other engines are not supported")
         if "method" not in given:
             raise ConfigError("speculative_config has no method",
-                              f"expected one of {', '.join(map(repr, DRAFT_METHODS))}", _LIKE_THIS)
+                              f"expected one of {', '.join(map(repr, DRAFT_METHODS))}",
+                              f"pass for instance {_LIKE_THIS}")
         return cls(**given)
 
 

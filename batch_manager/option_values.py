@@ -1,14 +1,16 @@
 """Checks of options, and their conversion to values of Python: NumPy's integers and floats are accepted."""
 
+import json
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError
+from .errors import ConfigError, type_name
 
 MAX_COUNT = 2**63 - 1         # a statistics record holds 64-bit integers
 LONGEST_SHOWN_BITS = 256
+LONGEST_NAME = 64
 LONGEST_WAIT_S = 1_000_000    # eleven days; the longest wait of a thread depends on the platform
 
 
@@ -101,3 +103,25 @@ def check_flag(name: str, value: object, *, optional: bool = False) -> None:
     """Raise ConfigError unless the value is True or False, or None if `optional`."""
     if not isinstance(value, bool) and not (optional and value is None):
         raise ConfigError(f"{name} is {value!r}", f"expected {'True, False or None' if optional else 'True or False'}")
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of json.loads that raises ValueError for a name that an object has twice."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"the name {name[:LONGEST_NAME]!r} occurs twice in one object; expected it once")
+        fields[name] = value
+    return fields
+
+
+def object_of_option(what: str, text: str, example: str) -> dict[str, Any]:
+    """Return the object of the JSON text of an option. Raises ConfigError, which begins with `what`."""
+    way_out = f"pass for instance {example}"
+    try:
+        given = json.loads(text, object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be read as JSON", str(error)[:200], way_out) from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{what} is JSON of type {type_name(given)}", "expected a JSON object", way_out)
+    return given

@@ -24,8 +24,7 @@ import zmq
 from ..contained_log import RateLimitedLog
 from ..errors import ConfigError
 from ..kv_events import KvEvent
-from ..option_values import exact_integer, is_text
-from .repeated_names import object_of_option
+from ..option_values import exact_integer, is_text, object_of_option
 
 __all__ = ["KvEventPublisher"]
 

@@ -4,34 +4,12 @@ import json
 import re
 from typing import Any
 
-from ..errors import ConfigError, printable, type_name
+from ..errors import printable
 
 LONGEST_NAME = 64
 MOST_NAMES = 10_000      # of a text that is searched for the name; the names of a search take memory
 SOME_NAME = "(a name)"
 _NAME_STRING_OR_BRACE = re.compile(rb'("[^"]*")(\s*:)?|[{}]')
-
-
-def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of json.loads that raises ValueError for a name that an object has twice."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"the name {name[:LONGEST_NAME]!r} occurs twice in one object; expected it once")
-        fields[name] = value
-    return fields
-
-
-def object_of_option(what: str, text: str, example: str) -> dict[str, Any]:
-    """Return the object of the JSON text of a command-line option. Raises ConfigError, which begins with `what`."""
-    way_out = f"pass for instance {example}"
-    try:
-        given = json.loads(text, object_pairs_hook=unique_names)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} cannot be read as JSON", str(error)[:200], way_out) from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{what} is JSON of type {type_name(given)}", "expected a JSON object", way_out)
-    return given
 
 
 def repeated_name(text: bytes, parsed: Any) -> str | None:

@@ -13,8 +13,9 @@ from batch_manager.extras.openai import OpenAIError, unread_fields  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.json_object import JsonObject  # noqa: E402
 from batch_manager.extras.openai.unread_fields import ANY, LABELS, LOGGED, NOT_BUILT, OF_CHATS, OF_COMPLETIONS  # noqa: E402
-from batch_manager.extras.repeated_names import MOST_NAMES, SOME_NAME, repeated_name, unique_names  # noqa: E402
+from batch_manager.extras.repeated_names import MOST_NAMES, SOME_NAME, repeated_name  # noqa: E402
 from batch_manager.extras.template_messages import PART_KEYS  # noqa: E402
+from batch_manager.option_values import unique_names  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "servers.md"
 MESSAGES = [{"role": "user", "content": "Hello."}]

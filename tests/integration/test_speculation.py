@@ -371,7 +371,9 @@ def test_wrong_options_are_refused(options, says):
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ("", "is no JSON"), ("[]", "expected an object"), ("{}", "has no method; expected one of 'ngram', 'custom'"),
+    ("", "cannot be read as JSON"), ("[]", "is JSON of type list; expected a JSON object"),
+    ("{}", "has no method; expected one of 'ngram', 'custom'"),
+    ('{"method": "medusa", "method": "ngram"}', "the name 'method' occurs twice in one object"),
     ('{"method": "draft_model"}', "'draft_model' with no model"),
     ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "speculative_config has 'draft_tensor_parallel_size'"),
     ('{"method": "medusa"}', "SpeculativeConfig.method is 'medusa'"), ('{"method": []}', "method is"),

@@ -5,8 +5,8 @@ from typing import Any
 from ...config import KvTransferConfig
 from ...errors import ConfigError, InvalidRequestError, type_name
 from ...names import RequestType
+from ...option_values import object_of_option
 from ...requests.context_phase import ContextPhaseParams
-from ..repeated_names import object_of_option
 from .errors import refused
 from .json_object import JsonObject
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._version import __version__
-from ...extras.repeated_names import unique_names
+from ...option_values import unique_names
 from ..provenance import commit_of_the_checkout, machine, versions
 from .errors import InputError
 

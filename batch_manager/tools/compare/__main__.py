@@ -34,7 +34,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import counted
-from ...extras.repeated_names import unique_names
+from ...option_values import unique_names
 from ..__main__ import run_as
 from ..command_parser import CommandParser, within
 from ..output_file import output_file, why_not_distinct

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import printable
-from ...extras.repeated_names import unique_names
+from ...option_values import unique_names
 from .figures import FIGURES, Difference, differences, is_number, left_out, table
 
 FORMAT, FORMAT_VERSION = "batch-manager bench", 1

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from ...extras.repeated_names import unique_names
+from ...option_values import unique_names
 from ..bench.errors import InputError
 from ..datasets.errors import quoted
 from ..output_file import output_file
