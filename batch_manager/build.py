@@ -38,6 +38,7 @@ from .loop.generation_loop import GenerationLoop
 from .loop.intake import Intake, QueueBounds
 from .loop.ngrams import NgramDrafter
 from .loop.preparing import Preparing, without_adapters
+from .loop.suffix_trees import SuffixDrafter
 from .loop.waiting_requests import WaitingRequests
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
@@ -141,6 +142,9 @@ def make_drafter(arguments: EngineArguments, parts: Parts, clock: Clock, undo: E
     drafter: Drafter | None = parts.drafter
     if config is None:
         return drafter
+    if config.method == "suffix":
+        return SuffixDrafter(config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor,
+                             config.suffix_decoding_min_token_prob)
     if config.method != "draft_model":
         return drafter or NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
     try:

@@ -43,9 +43,10 @@ MAX_POSITION = 2**31 - 1      # steps compute positions as int32
 MAX_THREADS = 1024            # with several thousand threads, OpenMP ends the process when it cannot start a thread
 MAX_RANKS = 1024              # of each kind of parallelism
 MAX_DRAFT_TOKENS = 64         # of a sequence in one step
-DRAFT_METHODS = ("ngram", "custom", "draft_model")
+DRAFT_METHODS = ("ngram", "suffix", "custom", "draft_model")
 _LIKE_THIS = """{"method": "ngram", "num_speculative_tokens": 7}"""
 MAX_LOOKUP = 16               # tokens of an n-gram
+MAX_TREE_DEPTH = 256          # tokens of a path of a suffix tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,10 +294,14 @@ class SpeculativeConfig:
     """How the engine drafts tokens, which the model verifies in one step. The tokens of a request do not change.
 
     method                   "ngram": the tokens after the earlier occurrence of the request's last tokens, in its own
-                             prompt and output, that agrees with the most of them. "custom": Parts.drafter drafts.
-                             "draft_model": a second model drafts, which samples as the request does
+                             prompt and output, that agrees with the most of them. "suffix": those that most often
+                             followed the longest such occurrence, by the library arctic-inference. "custom":
+                             Parts.drafter drafts. "draft_model": a second model drafts, and samples as the request
     num_speculative_tokens   most drafts of a sequence in a step
     prompt_lookup_max, prompt_lookup_min   how many of the last tokens must have occurred: the most, else fewer
+    suffix_decoding_max_tree_depth    of "suffix": most tokens of an occurrence with its drafts
+    suffix_decoding_max_spec_factor   of "suffix": most drafts for each token of the occurrence, above 0
+    suffix_decoding_min_token_prob    of "suffix": drafts end before a token that followed more rarely, 0 to 1
     model                    of "draft_model": path like `model_path`, with the same vocabulary
     quantization             of `model`, as in TrtGptModelOptionalParams
     """
@@ -305,6 +310,9 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 7
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
     model: str | PathLike[str] | None = None
     quantization: str | None = None
 
@@ -317,6 +325,15 @@ class SpeculativeConfig:
         put_count(self, "num_speculative_tokens", maximum=MAX_DRAFT_TOKENS, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_max", maximum=MAX_LOOKUP, owner="SpeculativeConfig.")
         put_count(self, "prompt_lookup_min", maximum=self.prompt_lookup_max, owner="SpeculativeConfig.")
+        put_count(self, "suffix_decoding_max_tree_depth", minimum=2, maximum=MAX_TREE_DEPTH, owner="SpeculativeConfig.")
+        for name, least, most, expectation in (
+                ("suffix_decoding_max_spec_factor", 1 / MAX_TREE_DEPTH, MAX_TREE_DEPTH, "1/256 to 256"),
+                ("suffix_decoding_min_token_prob", 0, 1, "0 to 1")):
+            number = exact_number(getattr(self, name))
+            if number is None or not least <= number <= most:
+                raise ConfigError(f"SpeculativeConfig.{name} is {shown_option(getattr(self, name))}",
+                                  f"expected a number from {expectation}")
+            object.__setattr__(self, name, float(number))
 
     def _check_model(self) -> None:
         path, has_model = self.model, self.method == "draft_model"

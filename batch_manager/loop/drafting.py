@@ -15,6 +15,7 @@ from ..scheduling.interfaces import SchedulerOutput
 from ..seams import MemoryUsage
 from .draft_model import DraftModel
 from .ngrams import NgramDrafter
+from .suffix_trees import SuffixDrafter
 
 MOST_MISSES, TOKENS_OF_A_REST, TOKENS_WITHOUT = 4, 16, 1024
 TOKENS_AHEAD = 4       # with run-ahead: tokens without drafts after a drafter of the user had none
@@ -234,7 +235,7 @@ class Drafting:
         """Return the drafts of each request; none for any if the drafter raises or breaks its contract."""
         if not requests or self._drafter is None:
             return []
-        if isinstance(self._drafter, NgramDrafter | DraftModel):
+        if isinstance(self._drafter, NgramDrafter | SuffixDrafter | DraftModel):
             with self._in_propose:                         # a prompt may have ids at and above the vocabulary size
                 return [tokens if max(tokens, default=0) < self._limits.vocab_size else ()
                         for tokens in self._drafter.propose(requests, max_lengths)]

@@ -30,6 +30,7 @@ from batch_manager.config import (
     MAX_POSITION,
     MAX_RANKS,
     MAX_THREADS,
+    MAX_TREE_DEPTH,
     ContextChunkingPolicy,
 )
 from batch_manager.errors import ConfigError
@@ -99,10 +100,13 @@ PEFT_OPTIONS = {
 }
 
 SPECULATIVE_OPTIONS = {
-    "method": (("ngram", "custom"), ("draft_model", "", "Ngram", "eagle", None, 5, ["ngram"])),
+    "method": (("ngram", "suffix", "custom"), ("draft_model", "", "Ngram", "eagle", None, 5, ["ngram"])),
     "num_speculative_tokens": ((1, 7, MAX_DRAFT_TOKENS), (0, -1, MAX_DRAFT_TOKENS + 1, None, *NO_COUNT)),
     "prompt_lookup_max": ((2, MAX_LOOKUP), (0, -1, MAX_LOOKUP + 1, None, *NO_COUNT)),
     "prompt_lookup_min": ((1, 4), (0, -1, 5, None, *NO_COUNT)),        # the most is 4
+    "suffix_decoding_max_tree_depth": ((2, 24, MAX_TREE_DEPTH), (0, 1, -1, MAX_TREE_DEPTH + 1, None, *NO_COUNT)),
+    "suffix_decoding_max_spec_factor": ((1, 0.5, 256.0), (0, 0.003, -1, 257, nan, None, "1", True, [1])),
+    "suffix_decoding_min_token_prob": ((0, 0.1, 1), (-0.1, 1.1, nan, None, "1", True, [1])),
     "model": (("folder", "a.gguf"), ("", 5, b"folder", ["folder"])),
     "quantization": ((None, "int8", "int4"), ("int2", "", 8, ["int8"])),
 }

@@ -353,7 +353,7 @@ def test_as_many_drafts_pay_as_bring_the_most_tokens_in_a_time():
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected one of 'ngram', 'custom', 'draft_"),
+    ({"method": "eagle"}, "SpeculativeConfig.method is 'eagle'; expected one of 'ngram', 'suffix', 'custom', 'draft_"),
     ({"method": "draft_model"}, "SpeculativeConfig.method is 'draft_model' with no model; 'draft_model' is the method"),
     ({"model": "a"}, "SpeculativeConfig.method is 'ngram' with a model; 'draft_model' is the method of a"),
     ({"method": "draft_model", "model": ""}, "SpeculativeConfig.model is ''; expected the path of a model"),
@@ -372,7 +372,7 @@ def test_wrong_options_are_refused(options, says):
 
 @pytest.mark.parametrize(("given", "says"), [
     ("", "cannot be read as JSON"), ("[]", "is JSON of type list; expected a JSON object"),
-    ("{}", "has no method; expected one of 'ngram', 'custom'"),
+    ("{}", "has no method; expected one of 'ngram', 'suffix'"),
     ('{"method": "medusa", "method": "ngram"}', "the name 'method' occurs twice in one object"),
     ('{"method": "draft_model"}', "'draft_model' with no model"),
     ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "speculative_config has 'draft_tensor_parallel_size'"),

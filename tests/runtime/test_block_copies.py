@@ -90,7 +90,8 @@ def test_a_copy_on_a_cpu_waits_for_no_other_thread(checkpoint, monkeypatch):
     backend = build(checkpoint, "cpu")
     fill(backend)
     monkeypatch.setattr(torch.Tensor, "copy_", None)
-    carry_out(backend, BlockCopy(0, 2, SIZE, to_host=True), BlockCopy(0, 1, SIZE), BlockCopy(2, 3, SIZE, from_host=True))
+    carry_out(backend, BlockCopy(0, 2, SIZE, to_host=True), BlockCopy(0, 1, SIZE),
+              BlockCopy(2, 3, SIZE, from_host=True))
     monkeypatch.undo()
     assert contents(backend)[:4] == [1, 1, 3, 1]
 

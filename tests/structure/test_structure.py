@@ -93,6 +93,7 @@ OUTSIDE: dict[str, set[str]] = {
                      "kv_events", "arguments", "options", "build_rank", "engine_info", "aio"], set()),
     **dict.fromkeys(["adapter_values", "option_values", "sampling_config", "config", "handover", "seams",
                      "custom_parts", *HOST], {"numpy"}),
+    "loop": {"numpy", "arctic_inference"},
     "stats": {"numpy", "orjson"},
     "triton_kernels": {"torch", "triton", "numpy"},
     **dict.fromkeys(DEVICE, {"numpy", "torch"}),

@@ -38,6 +38,7 @@ ALLOWED: dict[str | tuple[str, str], str] = {
         "the logits of a prompt may be too large for the device, which computes and returns them in pieces",
     ("batch_manager/layers/experts.py", "Experts._sum"):
         "without Triton's kernels, each expert multiplies as many rows as chose it",
+    ("batch_manager/runtime/kv_pool.py", "_bytes_of"): "for blocks on a CPU",
     ("batch_manager/decoding/decoder.py", "GptDecoder.sample_largest"): "for compiled steps, which run on a CPU",
     **dict.fromkeys([("batch_manager/runtime/ranks/backend.py", name) for name in ("RunLayers.finish", "input_tokens")],
                     "ranks run each step after the one before was read, and rank 0 sends its tokens to the others"),
