@@ -17,7 +17,7 @@ class Replay:
         self.levels: tuple[int, ...] = ()
         self.next_id = 0
         self.complaints: list[str] = []
-        self._hashes: dict[Any, bytes] = {}
+        self._names: dict[Any, tuple[bytes, int, int | None]] = {}    # node -> its digest, that as a number, its parent's
 
     def __call__(self, events: list[KvEvent]) -> None:
         if not events:
@@ -55,20 +55,20 @@ class Replay:
         """Describe the differences between what is known and the index of the manager."""
         yield from self.complaints
         assert kv.cache is not None
-        index, hashes, expected = kv.cache.index, {}, {}
-        for node in index:
+        known, names, expected = self._names, {}, {}
+        of_pool, of_host = kv.pool.priority, kv.cache.host.priority
+        for node in kv.cache.index:                        # parents before children
             parent = node.parent
-            if node in self._hashes:
-                name = self._hashes[node]
-            else:
-                above = hashes.get(parent) or root_hash(KEY, *parent.domain)
-                name = block_hash(KEY, above, node.key.tokens, node.key.extra_ids)
-            hashes[node] = name
-            in_pool = node.host_id is None
-            expected[as_number(name)] = (
-                None if parent.parent is None else as_number(hashes[parent]), 0 if in_pool else 1,
-                kv.pool.priority(node.block_id) if in_pool else kv.cache.host.priority(node.host_id))
-        self._hashes = hashes
+            name = known.get(node)
+            if name is None:
+                above, number, _ = names.get(parent) or (root_hash(KEY, *parent.domain), None, None)
+                digest = block_hash(KEY, above, node.key.tokens, node.key.extra_ids)
+                name = digest, as_number(digest), number
+            names[node] = name
+            host_id = node.host_id
+            expected[name[1]] = ((name[2], 0, of_pool(node.block_id)) if host_id is None
+                                 else (name[2], 1, of_host(host_id)))
+        self._names = names
         if expected != self.blocks:
             wrong = {name for name in expected.keys() | self.blocks.keys()
                      if expected.get(name) != self.blocks.get(name)}
