@@ -1,6 +1,7 @@
 /* Products with packed and quantised matrices and attention over pages, against sums in float64. Prints the lanes of a
    vector, how many numbers were compared, how many of them are wrong, and a digest of the quantised products. */
 #include "step.c"
+#include "panel_kernels.c"
 #include <stdio.h>
 
 enum { BLOCK_TOKENS = 16, NUM_BLOCKS = 8, KEYS = BLOCK_TOKENS * NUM_BLOCKS };
@@ -155,6 +156,7 @@ static void compare_attention(int64_t size, int rows, int type, int cached) {
 }
 
 int main(void) {
+    for (int type = 0; type < NUM_TYPES; type++) use_panel_kernels(type, panel_kernels_of(type));
     static const int64_t shapes[][2] = {{32, 16}, {64, 48}, {576, 100}, {1100, 40}, {33, 17}};
     for (int type = FLOAT32; type <= BFLOAT16; type++) {
         for (int shape = 0; shape < 5; shape++)

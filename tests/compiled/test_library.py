@@ -31,7 +31,9 @@ def source(tmp_path_factory, monkeypatch):
         load()
     path = tmp_path_factory.mktemp("source") / "step.c"
     path.write_text("".join(f"void {name}(void) {{}}\n" for name in built.call_args.args[0]))
-    monkeypatch.setattr(build, "SOURCE", path)
+    monkeypatch.setattr(build, "STEP", path)
+    monkeypatch.setattr(build, "PANEL_KERNELS", path.with_name("panel_kernels.c"))
+    path.with_name("panel_kernels.c").write_text("void *panel_kernels_of(int type) { return 0; }\n")
     return path
 
 
@@ -56,6 +58,20 @@ def test_other_sources_flags_and_processors_have_files_of_their_own(cache, monke
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
     load()
     assert len(list(cache.iterdir())) == 3
+
+
+def test_kernels_are_compiled_with_the_first_matrix_of_a_type(cache, monkeypatch):
+    monkeypatch.setattr(library, "_loaded", [])
+    monkeypatch.setattr(library, "_kernels", {})
+    for kind, names in (("Q4_0", ["panel_kernels", "step"]), ("Q4_0", ["panel_kernels", "step"]),
+                        ("INT8", ["panel_kernels", "panel_kernels", "step"])):
+        library.load_panel_kernels(kind)
+        assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == names
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    library.load_panel_kernels("INT8")
+    with pytest.raises(library.CannotCompileError, match="found no C compiler"):
+        library.load_panel_kernels("Q6_K")
 
 
 def test_without_a_compiler(cache, monkeypatch):
@@ -171,10 +187,10 @@ def test_a_compiler_that_never_ends(cache, monkeypatch, tmp_path):
 def test_a_full_folder_is_no_reason_not_to_use_the_other_one(cache, monkeypatch, tmp_path):
     compile_to = build._compile
 
-    def compile_where_there_is_room(compiler, path, check):
+    def compile_where_there_is_room(compiler, sources, path, check):
         if str(cache) in path:
             raise OSError("No space left on device")
-        compile_to(compiler, path, check)
+        compile_to(compiler, sources, path, check)
 
     monkeypatch.setattr(build, "_compile", compile_where_there_is_room)
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "other"))
@@ -200,7 +216,7 @@ def test_a_cache_that_cannot_be_written(cache, tmp_path, monkeypatch):
 LOAD = """
 import pathlib, sys
 from batch_manager.triton_kernels.cpu.native import build
-build.SOURCE = pathlib.Path(sys.argv[1])
+build.STEP = pathlib.Path(sys.argv[1])
 print(type(build.built_library(["run_step"], lambda: None)).__name__)
 """
 
@@ -280,6 +296,8 @@ def test_a_library_of_a_wheel_is_chosen_by_the_processor(tmp_path, monkeypatch):
         patch.setattr(build, "_compiler", lambda: ["cc"])
         build.build_for_wheel(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{name}.so" for name in possible[-2:]}
+    monkeypatch.setattr(library, "_loaded", [])
+    library.load_panel_kernels("Q4_0")                # they are in the library of the step
     for name in possible[-2:]:
         assert load()._name == str(tmp_path / f"step-{name}.so")
         (tmp_path / f"step-{name}.so").unlink()       # the mapping of this process stays whole

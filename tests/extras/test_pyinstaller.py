@@ -13,7 +13,7 @@ from pathlib import Path
 import batch_manager
 from batch_manager.models.registry import _SHIPPED
 from batch_manager.tools.__main__ import COMMANDS
-from batch_manager.triton_kernels.cpu.native.build import HEADERS, SOURCE
+from batch_manager.triton_kernels.cpu.native.build import HEADERS, PANEL_KERNELS, STEP
 
 REPOSITORY = Path(__file__).parents[2]
 KERNELS = REPOSITORY / "triton_kernels"
@@ -55,6 +55,6 @@ def test_every_file_that_is_not_python_is_named():
     native = "batch_manager/triton_kernels/cpu/native"
     page = {f"batch_manager/tools/draw/page/{path.name}"
             for path in (REPOSITORY / "batch_manager/tools/draw/page").iterdir()}
-    assert held >= page | {f"{native}/{name}" for name in (SOURCE.name, *HEADERS)} and len(page) > 2
+    assert held >= page | {f"{native}/{name}" for name in (STEP.name, PANEL_KERNELS.name, *HEADERS)} and len(page) > 2
     assert all(Path(path).is_file() for path, _ in hook["datas"])
     assert hook["module_collection_mode"] == {"batch_manager.triton_kernels": "pyz+py"}

@@ -1,8 +1,8 @@
-"""Finds the compiled library in the package or in a cache folder, or builds it.
+"""Finds the compiled libraries in the package or in a cache folder, or builds them.
 
-A wheel that was built where a compiler is has the library once for each level of instruction sets. Everywhere else the
-library is compiled with `-march=native` and kept in a cache folder, under a name with a digest of the processor, the
-compiler and the sources. A file ends with a checksum of its content, because loading a damaged library would crash the
+A wheel that was built where a compiler is has one library for each level of instruction sets. Everywhere else libraries
+are compiled with `-march=native` and kept in a cache folder, under names with a digest of the processor, the compiler
+and the sources: one of the step, and one for each type of quantised blocks, once a matrix has it. A file ends with a checksum of its content, because loading a damaged library would crash the
 process.
 """
 
@@ -27,7 +27,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCE, HEADERS = HERE / "step.c", tuple(sorted(path.name for path in HERE.glob("*.h")))
+STEP, PANEL_KERNELS = HERE / "step.c", HERE / "panel_kernels.c"
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 IN_WHEELS = HERE / "in_wheels"
 _V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -59,11 +60,14 @@ class CannotBuildError(Exception):
     """The library cannot be built. The message says why."""
 
 
-def built_library(functions: Sequence[str], check_interruption: Callable[[], None]) -> ctypes.CDLL:
+def built_library(functions: Sequence[str], check_interruption: Callable[[], None], kind: str | None = None
+                  ) -> ctypes.CDLL:
     """Return the library of the package, or else of the first usable cache folder, built if it is missing or damaged.
 
     functions            functions that the library must export
     check_interruption   called periodically while the compiler runs; if it raises, the compiler is killed
+    kind                 None: the library of the step; else that of this type of quantised blocks, which a package that
+                         has libraries has in that of the step
 
     Raises CannotBuildError.
     """
@@ -71,9 +75,10 @@ def built_library(functions: Sequence[str], check_interruption: Callable[[], Non
     if library is not None:
         return library
     compiler = _compiler()
+    sources = [str(STEP)] if kind is None else [f"-DTYPE={kind}", str(PANEL_KERNELS)]
     try:
-        name = _file_name(compiler, check_interruption)
-        return _loaded(compiler, name, functions, check_interruption)
+        name = _file_name(compiler, sources, check_interruption)
+        return _loaded(compiler, name, sources, functions, check_interruption)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"compiling with {shlex.join(compiler)} failed: {error}; name another C compiler in $CC"
                                ) from error
@@ -93,7 +98,8 @@ def build_for_wheel(folder: Path) -> None:
     for name, options, _ in levels:
         path = str(folder / f"step-{name}.so")
         try:
-            _run([*compiler, *flags, *options, "-o", path, str(SOURCE), "-lm"], SECONDS_TO_COMPILE, lambda: None)
+            _run([*compiler, *flags, *options, "-o", path, str(STEP), str(PANEL_KERNELS), "-lm"],
+                 SECONDS_TO_COMPILE, lambda: None)
             _append_digest(path)
         except (OSError, subprocess.SubprocessError) as error:
             raise CannotBuildError(f"compiling for {name} with {shlex.join(compiler)} failed: {error}") from error
@@ -126,8 +132,8 @@ def _compiler() -> Compiler:
                            "with apt-get install gcc")
 
 
-def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_interruption: Callable[[], None]
-            ) -> ctypes.CDLL:
+def _loaded(compiler: Compiler, name: str, sources: Sequence[str], functions: Sequence[str],
+            check_interruption: Callable[[], None]) -> ctypes.CDLL:
     """Return the library `name` from the first usable cache folder, built if it is missing or damaged.
 
     Raises CannotBuildError if no folder is usable, and OSError and SubprocessError if the compiler fails.
@@ -155,7 +161,7 @@ def _loaded(compiler: Compiler, name: str, functions: Sequence[str], check_inter
                 continue
             os.close(handle)
             try:
-                _compile(compiler, unfinished, check_interruption)
+                _compile(compiler, sources, unfinished, check_interruption)
                 _append_digest(unfinished)
                 library = _opened(Path(unfinished), functions)
                 os.replace(unfinished, path)               # atomic, because other processes may load or compile it
@@ -233,19 +239,20 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def _file_name(compiler: Compiler, check_interruption: Callable[[], None]) -> str:
-    digest = hashlib.sha256()
-    for part in (SOURCE, *(HERE / header for header in HEADERS)):
+def _file_name(compiler: Compiler, sources: Sequence[str], check_interruption: Callable[[], None]) -> str:
+    digest = hashlib.sha256(" ".join(sources[:-1]).encode())
+    for part in (Path(sources[-1]), *(HERE / header for header in HEADERS)):
         digest.update(part.read_bytes())
     version = _run([*compiler, "--version"], SECONDS_TO_SAY_A_VERSION, check_interruption)
     for text in (version, " ".join([*compiler[1:], *FLAGS]).encode(), _processor().encode()):
         digest.update(text)
-    return f"step-{digest.hexdigest()[:24]}.so"
+    return f"{Path(sources[-1]).stem}-{digest.hexdigest()[:24]}.so"
 
 
-def _compile(compiler: Compiler, path: str, check_interruption: Callable[[], None]) -> None:
-    logger.info("compiling the step for this processor; the result is cached")
-    _run([*compiler, *FLAGS, "-o", path, str(SOURCE), "-lm"], SECONDS_TO_COMPILE, check_interruption)
+def _compile(compiler: Compiler, sources: Sequence[str], path: str, check_interruption: Callable[[], None]) -> None:
+    logger.info("compiling %s for this processor; the result is cached",
+                "the step" if len(sources) == 1 else f"products with weights ({sources[0].removeprefix('-DTYPE=')})")
+    _run([*compiler, *FLAGS, "-o", path, *sources, "-lm"], SECONDS_TO_COMPILE, check_interruption)
 
 
 def _run(command: Sequence[str], seconds: float, check_interruption: Callable[[], None]) -> bytes:

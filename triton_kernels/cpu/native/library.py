@@ -1,4 +1,4 @@
-"""The compiled library, loaded once per process, with its ctypes declarations. build.py finds or builds it."""
+"""The compiled libraries, loaded once per process, with ctypes declarations. build.py finds or builds them."""
 
 import ctypes
 import platform
@@ -20,6 +20,7 @@ PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
+_kernels: dict[tuple[ctypes.CDLL, str], ctypes.CDLL] = {}       # (library, type of blocks) -> where its kernels are
 TYPES = {torch.float32: 0, torch.bfloat16: 1}                       # of rows
 CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3}
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS",
@@ -102,6 +103,26 @@ def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctype
     return _loaded[0]
 
 
+def load_panel_kernels(kind: str) -> None:
+    """Load the kernels for matrices of a type of QUANTISED_TYPES. The first call compiles them, unless the package or
+    the cache has them. Call it before a matrix of the type is multiplied.
+
+    Raises CannotCompileError if they cannot be built.
+    """
+    library = load_library()
+    if (library, kind) in _kernels:
+        return
+    try:
+        kernels = library if hasattr(library, "panel_kernels_of") else built_library(
+            ["panel_kernels_of"], lambda: None, kind)
+    except CannotBuildError as error:
+        raise CannotCompileError(str(error)) from error
+    number = QUANTISED_TYPES.index(kind)
+    kernels.panel_kernels_of.argtypes, kernels.panel_kernels_of.restype = [ctypes.c_int], ctypes.c_void_p
+    library.use_panel_kernels(number, kernels.panel_kernels_of(number))
+    _kernels[library, kind] = kernels
+
+
 def loaded_library() -> ctypes.CDLL | None:
     """Return the library if `load_library` has loaded it; never compiles it."""
     return _loaded[0] if _loaded and isinstance(_loaded[0], ctypes.CDLL) else None
@@ -137,6 +158,7 @@ def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
         "weights_of_rows": ([pointer, number, number, number, *[pointer] * 6], None),
         "quantised_panel_bytes": ([pointer, number], number),
         "quantised_row_bytes": ([ctypes.c_int, number], number),
+        "use_panel_kernels": ([ctypes.c_int, pointer], None),
         "pack_quantised_rows": ([pointer, number, pointer, number, pointer, number], None),
         "quantise_rows": ([ctypes.c_int, pointer, ctypes.c_int, number, number, number, pointer], None),
         "decode_quantised_rows": ([pointer, pointer, number, pointer], ctypes.c_int),

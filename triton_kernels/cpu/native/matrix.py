@@ -20,6 +20,7 @@ from .library import (
     Step,
     address,
     load_library,
+    load_panel_kernels,
 )
 
 BLOCK = 32                          # inputs of a quantised block
@@ -157,6 +158,7 @@ class QuantisedPanels:
         self.parts, self._memory, first = (QuantisedPart * len(types))(), [], 0
         for part, (kind, count) in zip(self.parts, types):
             name, group, scales = (kind, BLOCK, torch.float16) if isinstance(kind, str) else kind
+            load_panel_kernels(name)
             panels = -(-count // PANEL)
             part.first_panel, part.end_panel, part.type = first, first + panels, QUANTISED_TYPES.index(name)
             part.group_blocks, part.scale_type = -(-group // BLOCK), SCALE_TYPES[scales]

@@ -207,6 +207,32 @@ static void multiply_in_tiles(const Matrix *m, const uint16_t *x, int64_t stride
         for (; panel < end; panel++) TYPE##_single[count](m, X, STRIDE, SLICE, t, row, panel, panel - first);         \
     }
 
+/* Of each type; NULL until a matrix of the type is made. */
+static const PanelKernels *panel_kernels[NUM_TYPES];
+
+void use_panel_kernels(int type, const PanelKernels *kernels) { panel_kernels[type] = kernels; }
+
+/* Multiply all rows with the panels first .. end - 1. Rows of x are prepared, and `stride` entries of their type apart.
+*/
+static void multiply_quantised(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t,
+                               int64_t first, int64_t end) {
+    const int64_t row_bytes = stride * bytes_of(m->type), kind = rows_of_matrix(m);
+    for (const QuantisedPart *part = m->parts; part < m->parts + m->num_parts; part++) {
+        int64_t last = end < part->end_panel ? end : part->end_panel;
+        for (int64_t panel = first > part->first_panel ? first : part->first_panel; panel < last; panel += 2) {
+            int wide = panel + 2 <= last ? 2 : 1, at;
+            for (int64_t row = 0; row < rows; row += kernel_sizes[kind][at].rows) {
+                for (at = 3;; at--)                        /* the largest kernel that the rows and panels fill */
+                    if (panel_kernels[part->type]->of[kind][at] && kernel_sizes[kind][at].rows <= rows - row
+                        && kernel_sizes[kind][at].panels <= wide && kernel_sizes[kind][at].min_row <= row) break;
+                const char *from = (const char *)x + row * row_bytes;
+                for (int i = 0; i < wide; i += kernel_sizes[kind][at].panels)
+                    panel_kernels[part->type]->of[kind][at](m, part, from, row_bytes, t, row, panel + i);
+            }
+        }
+    }
+}
+
 /* Multiply all rows with the panels first .. end - 1, at most MAX_PANELS_PER_PIECE. x has the type of the matrix; for a
    quantised one, its rows are prepared. */
 static void multiply(const Matrix *m, const void *x, int64_t stride, int64_t rows, const Target *t, int64_t first,

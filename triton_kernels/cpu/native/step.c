@@ -8,6 +8,7 @@
 #include "attention_tiles.h"
 #include "experts.h"
 #include "products.h"
+#include "quantised_rows.h"
 #include "random.h"
 #include "rows.h"
 #include "weights.h"
