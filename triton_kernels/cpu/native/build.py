@@ -2,8 +2,8 @@
 
 A wheel that was built where a compiler is has one library for each level of instruction sets. Everywhere else libraries
 are compiled with `-march=native` and kept in a cache folder, under names with a digest of the processor, the compiler
-and the sources: one of the step, and one for each type of quantised blocks, once a matrix has it. A file ends with a checksum of its content, because loading a damaged library would crash the
-process.
+and the sources: one of the step, and one for each type of quantised blocks, once a matrix has it. A file ends with a
+checksum of its content, because loading a damaged library would crash the process.
 """
 
 import contextlib
