@@ -17,7 +17,7 @@ class Replay:
         self.levels: tuple[int, ...] = ()
         self.next_id = 0
         self.complaints: list[str] = []
-        self._names: dict[Any, tuple[bytes, int, int | None]] = {}    # node -> its digest, that as a number, its parent's
+        self._names: dict[Any, tuple[bytes, int, int | None]] = {}    # -> digest, its number, the parent's
 
     def __call__(self, events: list[KvEvent]) -> None:
         if not events:
