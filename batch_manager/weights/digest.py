@@ -6,7 +6,7 @@ from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from .gguf_checkpoint import SHARD_NAME
+from .folder import SHARD_NAME
 
 SAMPLES = 16                     # of each file, at equal distances
 SAMPLE_BYTES = 1 << 16

@@ -16,6 +16,7 @@ from .json_file import shown
 
 A_CHECKPOINT = "expected a folder with config.json and *.safetensors files, or a .gguf file"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

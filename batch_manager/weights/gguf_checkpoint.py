@@ -1,7 +1,6 @@
 """Presents a GGUF file, or several shards, as a checkpoint."""
 
 import os
-import re
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -9,14 +8,13 @@ from pathlib import Path
 import torch
 
 from ..errors import ModelLoadError
-from .folder import CheckpointFile, CheckpointFolder, gguf_file
+from .folder import SHARD_NAME, CheckpointFile, CheckpointFolder, gguf_file
 from .gguf_config import read_config, read_end_ids
 from .gguf_header import CONVERT, GgufHeader, read_gguf_header
 from .gguf_names import locate
 from .gguf_source import GgufWeights, numbers_of
 from .json_file import Fields, shown, shown_entry
 
-SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 MAX_SHARDS = 1000
 
 

@@ -7,6 +7,7 @@ wait, left.
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -240,13 +241,15 @@ class Rank:
         return {"ended": self.manager.wait_until_terminate(seconds), **self.manager.health()}
 
     def left(self) -> dict:
-        """Return the threads and the number of descriptors that were not there at first."""
+        """Return the threads and the number of descriptors that were not there at first, and whether torch is there: the
+        host side of a rank needs none of it, and each process would import it for seconds.
+        """
         deadline = time.monotonic() + 5
         while True:
             threads = [thread.name for thread in threading.enumerate() if thread not in self.threads]
             files = len(os.listdir("/proc/self/fd")) - self.files
             if not threads and files <= 0 or time.monotonic() > deadline:
-                return {"threads": threads, "files": max(files, 0)}
+                return {"threads": threads, "files": max(files, 0), "torch": "torch" in sys.modules}
             time.sleep(0.01)
 
 

@@ -108,7 +108,7 @@ def engine(tmp_path):
 
 def nothing_is_left(*processes: Process) -> None:
     for process in processes:
-        assert process.ask("left") == {"threads": [], "files": 0}
+        assert process.ask("left") == {"threads": [], "files": 0, "torch": False}
 
 
 def expected(number: int, count: int) -> list[int]:
