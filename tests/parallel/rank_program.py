@@ -241,8 +241,8 @@ class Rank:
         return {"ended": self.manager.wait_until_terminate(seconds), **self.manager.health()}
 
     def left(self) -> dict:
-        """Return the threads and the number of descriptors that were not there at first, and whether torch is there: the
-        host side of a rank needs none of it, and each process would import it for seconds.
+        """Return the threads and the number of descriptors that were not there at first, and whether torch is there,
+        which the host side of a rank does not need, and which takes a second or two to import.
         """
         deadline = time.monotonic() + 5
         while True:
