@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -248,9 +249,19 @@ def read(root: Path, name: str) -> list[Source]:
     return sources
 
 
-SOURCES = read(PACKAGE, "batch_manager") + read(KERNELS, "batch_manager.triton_kernels")
-MODULES = {source.module for source in SOURCES}
-CORE = [source for source in SOURCES if source.floor != "tools"]
+@cache
+def sources() -> list[Source]:
+    """Return the files of the package. They are parsed by the first test that wants them, and not for a collection."""
+    return read(PACKAGE, "batch_manager") + read(KERNELS, "batch_manager.triton_kernels")
+
+
+@cache
+def modules() -> set[str]:
+    return {source.module for source in sources()}
+
+
+def core() -> list[Source]:
+    return [source for source in sources() if source.floor != "tools"]
 
 
 def targets(source: Source, imported: Import) -> str | None:
@@ -258,7 +269,7 @@ def targets(source: Source, imported: Import) -> str | None:
     if imported.module.split(".")[0] != "batch_manager":
         return None
     submodule = f"{imported.module}.{imported.name}"
-    return submodule if submodule in MODULES else imported.module
+    return submodule if submodule in modules() else imported.module
 
 
 def floor_of(module: str) -> str:
@@ -278,14 +289,14 @@ def report(findings: list[str]) -> str:
 
 def test_every_file_and_folder_of_the_package_stands_on_a_floor():
     homeless = [f"{source.where}: '{source.floor}' is on no floor; decide what it may import and add it to FLOORS"
-                for source in SOURCES if source.floor not in FLOORS]
+                for source in sources() if source.floor not in FLOORS]
     assert not homeless, report(homeless)
     assert set(OUTSIDE) == set(FLOORS)
 
 
 def test_imports_point_down():
     wrong = []
-    for source in SOURCES:
+    for source in sources():
         for imported in source.imports():
             target = targets(source, imported)
             if target is None or floor_of(target) == source.floor:
@@ -302,7 +313,10 @@ def test_the_tools_do_not_grow():
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 15_280
 
 
-TOWER = [source for source in SOURCES if source.floor == "runtime" and source.path.name != "__init__.py"]
+def tower() -> list[Source]:
+    return [source for source in sources() if source.floor == "runtime" and source.path.name != "__init__.py"]
+
+
 # Attributes of the forms, their parts and the backend that are set outside of constructors, besides those in `close`.
 SET_LATER = {
     "block_tables.py": ({"_num_noted", "_most_noted", "_changed", "rows", "mapped"}, "noted changes, and growth"),
@@ -323,22 +337,22 @@ SET_LATER = {
 
 
 def test_the_rooms_of_the_device_tower_are_few():
-    rooms = Counter(source.path.parent.relative_to(PACKAGE / "runtime").as_posix() for source in TOWER)
+    rooms = Counter(source.path.parent.relative_to(PACKAGE / "runtime").as_posix() for source in tower())
     assert rooms.pop(".") <= 12 and max(rooms.values()) <= 8
-    backend = next(source for source in TOWER if source.path.name == "native_backend.py")
+    backend = next(source for source in tower() if source.path.name == "native_backend.py")
     used = {targets(backend, imported) for imported in backend.imports()}
     assert len({module for module in used if module and module.startswith("batch_manager.runtime.")}) <= 6
     assert len(backend.path.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_at_most_eighteen_classes_have_step_in_their_names():
-    named = [node.name for source in CORE for node in source.walk() if isinstance(node, ast.ClassDef)
+    named = [node.name for source in core() for node in source.walk() if isinstance(node, ast.ClassDef)
              and "Step" in node.name]
     assert len(named) <= 18, named
 
 
 def test_one_function_decides_the_form_of_a_step():
-    found = [(source.where, function.name) for source in SOURCES for function in source.walk()
+    found = [(source.where, function.name) for source in sources() for function in source.walk()
              if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "misfit"]
     assert found == [("batch_manager/runtime/forms/form.py", "start")]
@@ -346,7 +360,7 @@ def test_one_function_decides_the_form_of_a_step():
 
 def test_forms_and_parts_are_complete_when_constructed():
     found: dict[str, set[str]] = {}
-    for source in TOWER:
+    for source in tower():
         if source.path.parent.name == "device":
             continue
         for function in source.walk():
@@ -360,8 +374,8 @@ def test_forms_and_parts_are_complete_when_constructed():
 
 def test_no_two_files_import_each_other_in_a_circle():
     below = {source.module: {target for imported in source.imports() if not imported.for_types_only
-                             and (target := targets(source, imported)) in MODULES and target != source.module}
-             for source in SOURCES}
+                             and (target := targets(source, imported)) in modules() and target != source.module}
+             for source in sources()}
     done: set[str] = set()
 
     def circle(module: str, path: list[str]) -> list[str] | None:
@@ -381,7 +395,7 @@ def test_no_two_files_import_each_other_in_a_circle():
 def test_each_floor_takes_from_outside_only_what_it_may():
     wrong = [f"{source.where}:{imported.line} imports {imported.module}; '{source.floor}' may import "
              f"{', '.join(sorted(OUTSIDE[source.floor])) or 'the standard library only'}"
-             for source in SOURCES if source.floor in OUTSIDE
+             for source in sources() if source.floor in OUTSIDE
              for imported in source.imports()
              if targets(source, imported) is None and root_of(imported.module) not in sys.stdlib_module_names
              and root_of(imported.module) not in OUTSIDE[source.floor]]
@@ -391,7 +405,7 @@ def test_each_floor_takes_from_outside_only_what_it_may():
 def test_nobody_inside_uses_the_front_door():
     wrong = [f"{source.where}:{imported.line} imports {imported.name or 'batch_manager'} from batch_manager itself; "
              "import it from the file that defines it"
-             for source in SOURCES for imported in source.imports()
+             for source in sources() for imported in source.imports()
              if targets(source, imported) == "batch_manager"]
     assert not wrong, report(wrong)
 
@@ -430,7 +444,7 @@ def test_examples_import_public_names_only():
 
 
 def test_every_public_name_is_there_for_people_and_for_type_checkers():
-    (front,) = [source for source in SOURCES if source.where == "batch_manager/__init__.py"]
+    (front,) = [source for source in sources() if source.where == "batch_manager/__init__.py"]
     for_checkers = {imported.name: imported.module.removeprefix("batch_manager.") for imported in front.imports()
                     if imported.for_types_only}
     assert for_checkers == batch_manager._PUBLIC
@@ -439,14 +453,14 @@ def test_every_public_name_is_there_for_people_and_for_type_checkers():
 
 
 def test_inside_the_package_imports_are_relative():
-    wrong = [f"{source.where}:{node.lineno} writes batch_manager out" for source in SOURCES for node in source.walk()
+    wrong = [f"{source.where}:{node.lineno} writes batch_manager out" for source in sources() for node in source.walk()
              if isinstance(node, ast.ImportFrom) and not node.level and root_of(node.module or "") == "batch_manager"
              or isinstance(node, ast.Import) and any(root_of(alias.name) == "batch_manager" for alias in node.names)]
     assert not wrong, report(wrong)
 
 
 def test_the_kernels_know_nothing_of_the_package_around_them():
-    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in SOURCES
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in sources()
              if source.floor == "triton_kernels" for imported in source.imports()
              if root_of(imported.module) == "batch_manager"
              and not f"{imported.module}.".startswith("batch_manager.triton_kernels.")]
@@ -454,7 +468,7 @@ def test_the_kernels_know_nothing_of_the_package_around_them():
 
 
 def test_triton_is_imported_by_kernel_files_alone():
-    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in SOURCES
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in sources()
              for imported in source.imports() if root_of(imported.module) == "triton"
              and (source.floor != "triton_kernels" or "/reference/" in source.where
                   or source.path.name in ("__init__.py", "dispatch.py"))]
@@ -462,7 +476,7 @@ def test_triton_is_imported_by_kernel_files_alone():
 
 
 def test_transformers_is_imported_by_the_models_that_need_it_alone():
-    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in core()
              for imported in source.imports() if root_of(imported.module) == "transformers"
              and not source.where.startswith("batch_manager/models/transformers/")]
     assert not wrong, report(wrong)
@@ -519,7 +533,7 @@ def test_threads_are_the_business_of_the_manager_and_its_worker_alone():
     may.add("batch_manager/runtime/thread_count.py")    # identifies the calling thread; starts none
     may.add("triton_kernels/cpu/large_pages.py")        # is called by the threads that load a model; starts none
     threads = {"threading", "_thread", "multiprocessing", "concurrent", "asyncio"}
-    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in CORE
+    wrong = [f"{source.where}:{imported.line} imports {imported.module}" for source in core()
              for imported in source.imports()
              if root_of(imported.module) in threads and source.where not in may]
     assert not wrong, report(wrong)
@@ -529,7 +543,7 @@ def test_torch_cuda_is_named_by_the_device_folder_alone():
     allowed = {*(f"batch_manager/runtime/device/{name}.py" for name in ("devices", "memory", "running")),
                "triton_kernels/device_limits.py"}
     wrong = []
-    for source in SOURCES:
+    for source in sources():
         named = [node.lineno for node in source.walk() if isinstance(node, ast.Attribute)
                  and ast.unparse(node) == "torch.cuda"]
         named += [i.line for i in source.imports()
@@ -558,7 +572,7 @@ def left_to_the_default(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def test_no_tensor_has_the_hosts_default_dtype_or_device():
     """C13: the host's torch.set_default_dtype and set_default_device have no effect on the engine's tensors."""
-    wrong = [f"{source.where}:{line} calls torch.{name} without {what}" for source in SOURCES
+    wrong = [f"{source.where}:{line} calls torch.{name} without {what}" for source in sources()
              for line, name, what in left_to_the_default(source.tree)]
     assert not wrong, report(wrong)
 
@@ -580,7 +594,7 @@ def test_that_rule_sees_what_it_is_for(line, missing):
 
 
 def test_no_exception_is_caught_without_being_named():
-    wrong = [f"{source.where}:{node.lineno} has a bare except" for source in SOURCES for node in source.walk()
+    wrong = [f"{source.where}:{node.lineno} has a bare except" for source in sources() for node in source.walk()
              if isinstance(node, ast.ExceptHandler) and node.type is None]
     assert not wrong, report(wrong)
 
@@ -588,7 +602,7 @@ def test_no_exception_is_caught_without_being_named():
 def test_every_exception_is_caught_in_few_places():
     """Only the files in BROAD_EXCEPTS catch every exception. Blocks of the guard catch what foreign code raises."""
     found = Counter()
-    for source in CORE:
+    for source in core():
         for node in source.walk():
             if isinstance(node, ast.ExceptHandler) and "BaseException" in ast.unparse(node.type):
                 is_raised_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
@@ -601,7 +615,7 @@ def test_every_exception_is_caught_in_few_places():
 def test_the_core_neither_loads_code_nor_starts_programs_nor_opens_connections():
     """C24, C25: the core loads no code, starts no program and opens no connection."""
     wrong = []
-    for source in CORE:
+    for source in core():
         for imported in source.imports():
             root = root_of(imported.module)
             if root in CODE_LOADERS and (source.where, root) not in ALLOWED_LOADERS:
@@ -624,7 +638,7 @@ def test_a_users_callback_is_called_in_a_guarded_block():
     tests/contract/test_guard.py tests what runs inside the blocks.
     """
     files = ["batch_manager/loop/callbacks.py", "batch_manager/loop/fetched_items.py"]
-    nodes = [node for source in CORE if source.where in files for node in source.walk()]
+    nodes = [node for source in core() if source.where in files for node in source.walk()]
     mentions = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                 and ast.unparse(node) in ("self._get", "self._send", "self._poll", "self._stats")]
     allowed = {id(inner) for node in nodes if isinstance(node, ast.With)
@@ -636,20 +650,20 @@ def test_a_users_callback_is_called_in_a_guarded_block():
 
 
 def test_every_exception_to_that_is_still_needed():
-    used = {(source.where, root_of(imported.module)) for source in CORE for imported in source.imports()}
+    used = {(source.where, root_of(imported.module)) for source in core() for imported in source.imports()}
     assert set(ALLOWED_LOADERS) <= used
 
 
 def test_no_environment_variable_is_read_but_the_listed_ones():
     """C24: the core reads no environment variable except the listed ones."""
-    wrong = [f"{source.where}:{node.lineno} reads the environment" for source in CORE for node in source.walk()
+    wrong = [f"{source.where}:{node.lineno} reads the environment" for source in core() for node in source.walk()
              if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
              and source.where not in ALLOWED_ENVIRONMENT]
     assert not wrong, report(wrong)
 
 
 def test_nothing_is_printed_outside_the_tools():
-    wrong = [f"{source.where}:{node.lineno} writes to the terminal; use logging" for source in CORE
+    wrong = [f"{source.where}:{node.lineno} writes to the terminal; use logging" for source in core()
              for node in source.walk()
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "input")
              or isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr", "sys.stdin")]
@@ -666,7 +680,7 @@ def test_the_loop_does_not_know_the_features_it_carries():
 
 def test_a_folder_does_not_use_the_words_of_another():
     wrong = []
-    for source in SOURCES:
+    for source in sources():
         word = FOREIGN_WORDS.get(source.floor)
         for node in source.walk() if word else ():
             name = (node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute)
@@ -697,7 +711,7 @@ def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_cl
     answers = {"what it owns": r"^Owns\b", "what it must not know": r"^(Not|Must not)\b",
                "where a new one goes": r"^(Yours|A new)\b"}
     wrong = []
-    for folder in sorted({source.path.parent for source in SOURCES} - {PACKAGE, KERNELS / "reference"}):
+    for folder in sorted({source.path.parent for source in sources()} - {PACKAGE, KERNELS / "reference"}):
         front, where = folder / "__init__.py", folder.relative_to(REPOSITORY)
         text = ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or "" if front.exists() else ""
         wrong += [f"{where}/__init__.py does not say {answer}" for answer, pattern in answers.items()
@@ -707,7 +721,7 @@ def test_every_folder_says_what_it_owns_what_it_must_not_know_and_where_a_new_cl
 
 def test_every_error_has_a_fact_and_an_expectation():
     wrong = [f"{source.where}:{node.lineno} has fewer than two parts: {ast.unparse(node)[:80]}"
-             for source in SOURCES
+             for source in sources()
              for node in source.walk()
              if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ERRORS_WITH_PARTS
              and len(node.args) + len(node.keywords) < 2]
@@ -715,7 +729,7 @@ def test_every_error_has_a_fact_and_an_expectation():
 
 
 def test_every_file_begins_with_what_it_is_for():
-    wrong = [f"{source.where} has no docstring" for source in SOURCES
+    wrong = [f"{source.where} has no docstring" for source in sources()
              if not ast.get_docstring(source.tree) and source.floor != "_version"]
     assert not wrong, report(wrong)
 

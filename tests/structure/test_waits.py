@@ -1,6 +1,7 @@
 """Code that runs in a step does not make the host wait for the device. The exceptions are named here, with reasons."""
 
 import ast
+from functools import cache
 
 import pytest
 
@@ -8,10 +9,6 @@ from .test_structure import KERNELS, PACKAGE, REPOSITORY, report
 from .waits import Types, waits
 
 IN_A_STEP = ("decoding", "runtime", "attention", "layers", "models")
-TREES = {path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-         for path in [*(path for folder in IN_A_STEP for path in sorted((PACKAGE / folder).rglob("*.py"))),
-                      *sorted(KERNELS.glob("*.py")), PACKAGE / "extras" / "guided_decoding.py"]}
-TYPES = Types.of(TREES.values())
 # A file, or (file, function) -> why the host may wait there.
 LOADING = "runs while the engine is loaded"
 ALLOWED: dict[str | tuple[str, str], str] = {
@@ -52,17 +49,33 @@ def allowance(file, function):
     return next((key for key in (file, (file, function)) if key in ALLOWED), None)
 
 
-FOUND = [(file, function, line, what) for file, tree in TREES.items() for function, line, what in waits(tree, TYPES)]
+@cache
+def trees():
+    """Return {file: its syntax tree} of what runs in a step."""
+    return {path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+            for path in [*(path for folder in IN_A_STEP for path in sorted((PACKAGE / folder).rglob("*.py"))),
+                         *sorted(KERNELS.glob("*.py")), PACKAGE / "extras" / "guided_decoding.py"]}
+
+
+@cache
+def types():
+    return Types.of(trees().values())
+
+
+@cache
+def found():
+    """Return (file, function, line, what waits) of each place where the host waits for the device."""
+    return [(file, *place) for file, tree in trees().items() for place in waits(tree, types())]
 
 
 def test_the_host_waits_for_the_device_only_where_this_file_allows_it():
-    wrong = [f"{file}:{line} {function}: {what}" for file, function, line, what in FOUND
+    wrong = [f"{file}:{line} {function}: {what}" for file, function, line, what in found()
              if allowance(file, function) is None]
     assert not wrong, report([*wrong, "send arrays with Uploads.send (SlotState.send, LogitsRows.send)"])
 
 
 def test_each_permission_to_wait_is_used():
-    assert set(ALLOWED) == {allowance(file, function) for file, function, _, _ in FOUND} - {None}
+    assert set(ALLOWED) == {allowance(file, function) for file, function, _, _ in found()} - {None}
 
 
 KNOWN = ast.parse("""
