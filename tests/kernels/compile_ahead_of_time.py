@@ -13,10 +13,12 @@ TRITON_INTERPRET set, and nothing else in it may use triton.
 
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,10 +26,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-# Their instructions are counted on sm_90. Others are not disassembled: it takes a third of a second per kernel.
+# Their instructions are counted on sm_90.
 DISASSEMBLED = {"_context_kernel", "_decode_kernel", "_deterministic_linear_kernel", "_fused_linear_kernel",
                 "_lora_expand_add_kernel", "_lora_shrink_kernel", "_quantised_linear_kernel"}
 FP8 = torch.float8_e4m3fn
+INSTRUCTION_BYTES = 16
 NVIDIA_BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # name -> target, shared memory per program in KiB, multiprocessors
@@ -481,34 +484,65 @@ def refusals_of_an_unknown_kind():
     return texts
 
 
-def nvidia_figures(kernel, with_instructions):
+def nvidia_figures(kernel):
     """Return registers, stack and spills of a cubin, which the disassembler in triton's wheel reports."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
+        usage = output_of("cuobjdump", "-res-usage", file.name)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
+    }
 
-        def dump(option):
-            command = [NVIDIA_BINARIES / "cuobjdump", option, file.name]
-            return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
-        usage = dump("-res-usage")
-        figures = {
-            "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-            "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
-            "spills": int(re.search(r"LOCAL:(\d+)", usage)[1]),
-        }
-        if with_instructions:
-            sass = dump("-sass")
-            copies = re.findall(r"\bLDGSTS\S*", sass)                          # asynchronous loads to shared memory
-            figures["LDG.narrow"] = len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", sass))      # of an entry or less
-            figures["LDGSTS.128"] = sum(copy.endswith(".128") for copy in copies)
-            figures["LDGSTS.narrower"] = len(copies) - figures["LDGSTS.128"]
-            figures["counted after a barrier"] = counted_after_a_barrier(kernel.asm["ptx"])
-            figures["e4m3x2"] = kernel.asm["ptx"].count("e4m3x2")              # conversions of numbers of e4m3
-            figures["HMMA"] = len(re.findall(r"\bHMMA\b", sass))
-            figures["HGMMA"] = len(re.findall(r"\bHGMMA\b", sass))
-            figures["FMUL in loops"] = multiplications_in_loops(sass)
-    return figures
+def output_of(program, *arguments):
+    """Return what one of the NVIDIA programs in triton's wheel prints."""
+    return subprocess.run([NVIDIA_BINARIES / program, *arguments], check=True, capture_output=True, text=True,
+                          timeout=300).stdout
+
+
+def disassembled(kernels):
+    """Return the lines of instructions of each kernel, for sm_90. Addresses count from the first kernel's begin.
+
+    All kernels are disassembled at once, as one block of code, because a start of the disassembler takes half a second.
+    """
+    codes = [machine_code(kernel.asm["cubin"]) for kernel in kernels]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +[^;]*;", output_of("nvdisasm", "-ndf", "-b", "SM90", file.name))
+    assert len(lines) * INSTRUCTION_BYTES == sum(map(len, codes)), "not every instruction has a line"
+    lines = iter(lines)
+    return ["\n".join(islice(lines, len(code) // INSTRUCTION_BYTES)) for code in codes]
+
+
+def machine_code(cubin):
+    """Return the instructions of the one function of a cubin, which is an ELF file of 64 bits (elf(5))."""
+    sections_at, = struct.unpack_from("<Q", cubin, 40)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + size * index) for index in range(count)]
+    names_at = sections[of_names][4]
+    (code,) = (cubin[begin : begin + length] for name, _, _, _, begin, length in sections
+               if cubin.startswith(b".text.", names_at + name))
+    return code
+
+
+def instruction_figures(sass, ptx):
+    """Return counts of instructions of a kernel, from its disassembly and from its PTX."""
+    copies = re.findall(r"\bLDGSTS\S*", sass)                                  # asynchronous loads to shared memory
+    wide = sum(copy.endswith(".128") for copy in copies)
+    return {
+        "LDG.narrow": len(re.findall(r"\bLDG\.E\.[US](?:8|16)\b", sass)),       # of an entry or less
+        "LDGSTS.128": wide,
+        "LDGSTS.narrower": len(copies) - wide,
+        "counted after a barrier": counted_after_a_barrier(ptx),
+        "e4m3x2": ptx.count("e4m3x2"),                                         # conversions of numbers of e4m3
+        "HMMA": len(re.findall(r"\bHMMA\b", sass)),
+        "HGMMA": len(re.findall(r"\bHGMMA\b", sass)),
+        "FMUL in loops": multiplications_in_loops(sass),
+    }
 
 
 def counted_after_a_barrier(ptx):
@@ -560,20 +594,25 @@ def main(gpu_names, *, has_all):
     for index, name in enumerate(gpu_names):
         target, shared_kib, multiprocessors = GPUS[name]
         triton.runtime.driver.set_active(AbsentGpu(target, shared_kib, multiprocessors, index))
+        counted = []                                        # (record, kernel) of what is disassembled
         for label in CASES if has_all or name == "sm_90" else ON_EACH_GPU:
             compiled.clear()
             began = time.perf_counter()
             CASES[label]()
             seconds = time.perf_counter() - began
             for kernel in {id(kernel): kernel for kernel in compiled}.values():
-                has_counts = name == "sm_90" and kernel.metadata.name in DISASSEMBLED
-                figures = nvidia_figures(kernel, has_counts) if target.backend == "cuda" else amd_figures(kernel)
                 record = {
                     "gpu": name, "case": label, "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps,
                     "stages": kernel.metadata.num_stages, "shared_bytes": kernel.metadata.shared,
-                    "shared_limit_bytes": shared_kib * 1024, "seconds": round(seconds, 2), **figures,
+                    "shared_limit_bytes": shared_kib * 1024, "seconds": round(seconds, 2),
+                    **(nvidia_figures(kernel) if target.backend == "cuda" else amd_figures(kernel)),
                 }
-                print(json.dumps(record), flush=True)
+                if name == "sm_90" and kernel.metadata.name in DISASSEMBLED:
+                    counted.append((record, kernel))
+                else:
+                    print(json.dumps(record), flush=True)
+        for (record, kernel), sass in zip(counted, disassembled([kernel for _, kernel in counted]) if counted else ()):
+            print(json.dumps({**record, **instruction_figures(sass, kernel.asm["ptx"])}), flush=True)
         if name == "sm_90":
             print(json.dumps({"gpu": "variants", **variants_by_alignment()}), flush=True)
             print(json.dumps({"gpu": "refusals", **refusals_of_an_unknown_kind()}), flush=True)

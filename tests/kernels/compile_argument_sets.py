@@ -21,7 +21,7 @@ import triton
 
 
 def figures_of(kernel, target):
-    figures = compiler.nvidia_figures(kernel, False) if target.backend == "cuda" else compiler.amd_figures(kernel)
+    figures = compiler.nvidia_figures(kernel) if target.backend == "cuda" else compiler.amd_figures(kernel)
     return {name: figures[name] for name in ("registers", "stack_bytes", "spills")}
 
 
