@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.quantised_speed FILE.gguf ... --llama-cpp PYTHON --openvino PYTHON --out result.json
 
-PYTHON is an interpreter that has llama-cpp-python, or openvino-genai. For each file, the engines run in turn in new
-processes, --rounds times. In a process, 1, 8 and 32 requests (--requests) of random tokens start at once, each group
+PYTHON is an interpreter that has llama-cpp-python, or openvino-genai. tests.benchmarks.random_gguf writes files of any
+size. This engine runs with each of --quantized-activations. For each file, the engines run in turn in new processes,
+--rounds times. In a process, 1, 8 and 32 requests (--requests) of random tokens start at once, each group
 after the one before it ended, and each twice, of which the second counts. All outputs are greedy, without an end id.
 
 Prints a table in Markdown. The time of a step is the median time between tokens while all requests generate. A cell has
@@ -26,7 +27,7 @@ from statistics import median
 
 import numpy as np
 
-ENGINES = ("batch_manager", "llama.cpp", "openvino")
+OWN, OTHERS = ("none", "int8"), ("llama.cpp", "openvino")      # this engine, by its quantized_activations
 VOCABULARY = 30_000                  # random tokens of prompts, below the vocabulary of every file
 Stamps = list[list[float]]           # times of the tokens of each request
 
@@ -59,7 +60,7 @@ def batch_manager(path: str, options: argparse.Namespace) -> Iterator[Stamps]:
     blocks = most * -(-(options.input + options.output + 1) // 64)
     params = TrtGptModelOptionalParams(
         device="cpu", num_threads=options.threads, max_batch_size=most, dtype=options.dtype,
-        quantized_activations=options.quantized_activations or None,
+        quantized_activations=None if options.run == "none" else options.run,
         kv_cache_config=KvCacheConfig(max_tokens=64 * blocks, enable_block_reuse=False))
     with GptManager(path, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.GUARANTEED_NO_EVICT, client.get,
                     client.send, optional_params=params):
@@ -157,10 +158,10 @@ def measured(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def run(engine: str, path: str, options: argparse.Namespace) -> dict[str, object]:
+def run(path: str, options: argparse.Namespace) -> dict[str, object]:
     """Return the load time in seconds, the memory of this process, and ms a step and tokens a second of each group."""
     began = time.perf_counter()
-    groups = {"batch_manager": batch_manager, "llama.cpp": llama_cpp, "openvino": openvino}[engine](path, options)
+    groups = {"llama.cpp": llama_cpp, "openvino": openvino}.get(options.run, batch_manager)(path, options)
     found = {"read_rate": sum(map(sum, next(groups))), "load_s": time.perf_counter() - began, "step_ms": {},
              "tokens_s": {}}
     status = Path("/proc/self/status").read_text()
@@ -180,18 +181,19 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def table(results: dict[str, dict[str, list[dict]]], requests: Sequence[int]) -> Iterator[str]:
-    yield "| file | requests | ms a step | llama.cpp | ratio | OpenVINO | ratio | reading / step |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| file | activations | requests | ms a step | llama.cpp | ratio | OpenVINO | ratio | reading / step |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for path, of_engine in results.items():
-        own = of_engine["batch_manager"]
-        for group in map(str, requests):
-            cells = [Path(path).name, group, spread([each["step_ms"][group] for each in own])]
-            for engine in ENGINES[1:]:
+        for own, group in ((own, group) for own in OWN if own in of_engine for group in map(str, requests)):
+            runs = of_engine[own]
+            cells = [Path(path).name, "exact" if own == "none" else own, group,
+                     spread([each["step_ms"][group] for each in runs])]
+            for engine in OTHERS:
                 other = [each for each in of_engine.get(engine, ()) if group in each["step_ms"]]
                 cells += [spread([each["step_ms"][group] for each in other]),
-                          spread([there["step_ms"][group] / here["step_ms"][group] for here, there in zip(own, other)])
+                          spread([there["step_ms"][group] / here["step_ms"][group] for here, there in zip(runs, other)])
                           ] if other else ["", ""]
-            shares = [os.path.getsize(path) / each["step_ms"][group] * 1e3 / each["read_rate"] for each in own]
+            shares = [os.path.getsize(path) / each["step_ms"][group] * 1e3 / each["read_rate"] for each in runs]
             cells.append(spread(shares, 2) if group == "1" else "")
             yield f"| {' | '.join(cells)} |"
         for engine, runs in of_engine.items():
@@ -212,27 +214,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=48, help="tokens of each output")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto", help="of this engine")
-    parser.add_argument("--quantized-activations", default="", help="of this engine: int8 (exact products)")
+    parser.add_argument("--quantized-activations", nargs="+", choices=OWN, default=["none"], help="of this engine")
     parser.add_argument("--out", help="file for the figures of all runs")
-    parser.add_argument("--run", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=OWN + OTHERS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.run:
-        print(json.dumps(run(options.run, options.files[0], options)), flush=True)
+        print(json.dumps(run(options.files[0], options)), flush=True)
         os._exit(0)                                        # engines of others can crash while Python ends
-    pythons = {"batch_manager": sys.executable, "llama.cpp": options.llama_cpp, "openvino": options.openvino}
+    pythons = dict.fromkeys(options.quantized_activations, sys.executable) | {
+        engine: python for engine, python in zip(OTHERS, (options.llama_cpp, options.openvino)) if python}
     results: dict[str, dict[str, list[dict]]] = {path: {} for path in options.files}
-    names = ("rounds", "input", "output", "threads", "dtype", "quantized_activations")
+    names = ("rounds", "input", "output", "threads", "dtype")
     rest = [each for name in names for each in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     rest += ["--requests", *map(str, options.requests)]
     for number in range(options.rounds):
         for path in options.files:
-            for engine in ENGINES[:: 1 if number % 2 == 0 else -1]:
-                if not pythons[engine]:
-                    continue
+            for engine in list(pythons)[:: 1 if number % 2 == 0 else -1]:
                 command = [pythons[engine], str(Path(__file__)), path, "--run", engine, *rest]
-                here = {"PYTHONPATH": str(Path(__file__).parents[2])} if engine == "batch_manager" else {}
+                here = {"PYTHONPATH": str(Path(__file__).parents[2])} if engine in OWN else {}
                 found = subprocess.run(command, capture_output=True, text=True, env=os.environ | here)
-                if found.returncode and engine == "batch_manager":
+                if found.returncode and engine in OWN:
                     raise SystemExit(f"{' '.join(command)} failed:\n{found.stderr[-2000:]}")
                 if found.returncode:                       # it cannot load the file; its cells are empty
                     print(f"{Path(path).name} {engine} failed:\n{found.stderr[-500:]}", file=sys.stderr, flush=True)
