@@ -44,14 +44,14 @@ _HARMLESS = frozenset((
     "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout",
     "dropout", "embd_pdrop", "embedding_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
     "init_std", "initializer_factor", "initializer_range", "layerdrop", "pretraining_tp", "resid_pdrop",
-    "residual_dropout",
+    "residual_dropout", "router_aux_loss_coef", "router_jitter_noise",
     # the tokenizer and generation, which have files of their own
     "bos_token_id", "cache_implementation", "eos_token_id", "max_length", "model_max_length", "pad_token_id", "prefix",
     "task_specific_params", "unk_token_id", "use_cache",
     # what transformers returns
     "chunk_size_feed_forward", "id2label", "is_decoder", "label2id", "output_attentions", "output_hidden_states",
-    "problem_type", "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj",
+    "output_router_logits", "problem_type", "return_dict", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj",
 ))
 
 # Activation name in transformers -> name here. Several names mean the same function.

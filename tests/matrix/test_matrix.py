@@ -15,11 +15,11 @@ from .world import MODELS, SCRIPTED, World
 
 MOST_WORLDS = 5
 # (features, model, whether it is compared bit by bit, with `deterministic` on a model)
-MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True), ("CRPBK", "llama", True),
-            ("CRPWGA", "llama", False), ("PWNGAF", "gemma3", True), ("WNGV", "gemma3", False),
-            ("CRPBT", "llama", False), ("CRPLY", "llama", True), ("PWGAT", "llama", False), ("CRPWLS", SCRIPTED, True),
-            ("CRPLS", "llama", True), ("PNLS", "gemma3", False), ("CRPLSQ", "llama", False),
-            ("CRPTS", "llama", False)]
+MIXTURES = [("CRPWBAK", SCRIPTED, True), ("CPWNBA", SCRIPTED, True), ("WNBV", SCRIPTED, True),
+            ("CRPBK", "qwen2_moe", True), ("CRPWGA", "llama", False), ("PWNGAF", "gemma3", True),
+            ("WNGV", "gemma3", False), ("CRPBT", "mixtral", False), ("CRPLY", "olmoe", True), ("PWGAT", "llama", False),
+            ("CRPWLS", SCRIPTED, True), ("CRPLS", "granite_moe", True), ("PNLS", "gemma3", False),
+            ("CRPLSQ", "qwen3_moe", False), ("CRPTS", "llama", False)]
 # What worlds draw, besides features. Each must occur in many cells.
 DRAWN = ("overlap", "deterministic", "compiled steps", "two calls a step", "host blocks",
          "more active requests than a step has", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "is_streaming", "priority",

@@ -16,13 +16,14 @@ from batch_manager import SchedulerPolicy, TrtGptModelType
 from .features import FEATURES
 
 SCRIPTED = "scripted"
-MODELS = ("llama", "gemma3")
-HIDDEN_SIZES = {"llama": 96, "gemma3": 64}
-VOCAB = {SCRIPTED: 40, "llama": 211, "gemma3": 211}
+MODELS = ("llama", "gemma3")                           # of the pairs; mixtures of features also run with these:
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe")
+HIDDEN_SIZES = {"llama": 96, **dict.fromkeys(("gemma3", *WITH_EXPERTS), 64)}
+VOCAB = {SCRIPTED: 40, **dict.fromkeys((*MODELS, *WITH_EXPERTS), 211)}
 END_OF_A_GRAMMAR = 1
 MAX_SEQ_LEN = 120
 # How many requests use all features, one of them, none. A request to a model takes ten times as long.
-SIZES = {SCRIPTED: (6, 3, 3), "llama": (4, 1, 1), "gemma3": (4, 1, 1)}
+SIZES = {SCRIPTED: (6, 3, 3), **dict.fromkeys((*MODELS, *WITH_EXPERTS), (4, 1, 1))}
 SAMPLING = ("runtime_top_p", "random_seed", "temperature", "runtime_top_k", "runtime_min_p")
 ENDS = ("end_id", "stop_words_list")
 OF_FEATURES = ("return_log_probs", "beam_width", "len_penalty", "early_stopping")    # not drawn by themselves

@@ -17,7 +17,9 @@ FAMILIES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "MistralForC
             "PhiForCausalLM": "phi", "CohereForCausalLM": "cohere", "GPTJForCausalLM": "gptj",
             "GraniteForCausalLM": "granite", "Cohere2ForCausalLM": "cohere2",
             "Olmo3ForCausalLM": "olmo3", "OPTForCausalLM": "opt", "BloomForCausalLM": "bloom",
-            "FalconForCausalLM": "falcon"}
+            "FalconForCausalLM": "falcon", "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
+            "Qwen3MoeForCausalLM": "qwen3_moe", "OlmoeForCausalLM": "olmoe", "GraniteMoeForCausalLM": "granitemoe"}
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
 WITH_TABLES = ("gemma3_text", "olmo3")                 # one for full and one for sliding layers
 WITH_KINDS = ("gemma2", "gemma3_text")                 # of layers, whatever use_sliding_window says
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_new",
@@ -65,7 +67,10 @@ OPTIONAL: dict[str, tuple] = {
     "n_embed": (32, 64), "seq_length": (64, 100), "slow_but_exact": (True, False), "alibi": (True, False),
     "num_kv_heads": (1, 2, 4, 3), "new_decoder_architecture": (True, False), "multi_query": (True, False),
     "parallel_attn": (True, False), "num_ln_in_parallel_attn": (1, 2), "bias": (True, False),
-    "ffn_hidden_size": (48, None), "activation": (*ACTIVATIONS, "tanh"),
+    "ffn_hidden_size": (48, None), "activation": (*ACTIVATIONS, "tanh"), "num_experts": (4, 6, 1),
+    "num_experts_per_tok": (1, 3, 9), "norm_topk_prob": (True, False), "moe_intermediate_size": (24, 40),
+    "shared_expert_intermediate_size": (16, 72), "decoder_sparse_step": (1, 2), "clip_qkv": (0.5, 8.0, None),
+    "mlp_only_layers": ([0], [1, 2], [], None), "qkv_bias": (True, False),
 }
 # transformers has defaults for these; here a configuration must give them.
 REQUIRED = {
@@ -76,11 +81,12 @@ REQUIRED = {
     "gptj": {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3",
                     "gpt_neox", "smollm3", "stablelm", "starcoder2", "phi", "cohere",
-                    "granite", "cohere2", "olmo3"), {
+                    "granite", "cohere2", "olmo3", *WITH_EXPERTS), {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
         "num_attention_heads": 4})}
 for _family in ("phi3", "smollm3"):                    # their default is outside a small vocabulary
     REQUIRED[_family] = {**REQUIRED[_family], "pad_token_id": 0}
+REQUIRED["mixtral"] = {**REQUIRED["mixtral"], "head_dim": 16}    # transformers fails without it, for yarn and others
 
 
 def random_config(random: Random) -> dict[str, Any]:
@@ -220,21 +226,25 @@ def _scales_of_gpt2(layers: torch.nn.ModuleList) -> tuple[float, ...]:
 def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     if read.model_type in ("phi3", "gpt_neox"):
         return _of_stacked(read, model)
-    layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, model.model.layers[0].mlp
+    layers, attention, mlp = model.model.layers, model.model.layers[0].self_attn, _mlp(model.model.layers[0])
     size = rotated = attention.head_dim
     windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in layers)
-    if read.model_type in ("mistral", "starcoder2"):
+    if read.model_type in ("mistral", "starcoder2", "mixtral"):
         windows = (read.sliding_window,) * len(layers)
-    elif read.model_type in ("qwen2", "qwen3", "cohere2", "olmo3", *WITH_KINDS):
+    elif read.model_type in ("qwen2", "qwen3", "cohere2", "olmo3", "qwen2_moe", *WITH_KINDS):
         windows = tuple(read.sliding_window if kind == "sliding_attention" else None for kind in read.layer_types)
-        if read.sliding_window is None and "sliding_attention" in read.layer_types:
+        if not read.sliding_window and "sliding_attention" in read.layer_types:
             return {"windows": "the mask of these layers cannot be made"}
-    own, inside = {}, getattr(mlp, {"starcoder2": "c_fc", "phi": "fc1"}.get(read.model_type, "up_proj"))
+    own: dict[str, Any] = {}
+    if read.model_type in WITH_EXPERTS:
+        own |= {"experts": tuple(_experts(_mlp(layer)) for layer in layers), "norms_rows": read.model_type == "olmoe",
+                "clip": getattr(read, "clip_qkv", None)}
+    inside = getattr(mlp, {"starcoder2": "c_fc", "phi": "fc1"}.get(read.model_type, "up_proj"), None)
     out, norm = attention.o_proj if hasattr(attention, "o_proj") else attention.dense, model.model
     norm = norm.norm if hasattr(norm, "norm") else norm.final_layernorm
     if read.model_type == "phi":
         own["rotary_size"] = rotated = int(size * read.rope_parameters["partial_rotary_factor"])
-    if read.model_type == "granite":
+    if read.model_type in ("granite", "granitemoe"):
         own |= {"embedding_scale": model.model.embedding_multiplier, "logits_divisor": read.logits_scaling,
                 "residual_scale": layers[0].residual_multiplier}
     if read.model_type == "cohere2":
@@ -257,16 +267,30 @@ def _of_decoder(read: Any, model: torch.nn.Module) -> dict[str, Any]:
     return own | {
         "num_layers": len(layers), "num_heads": attention.q_proj.weight.shape[0] // size,
         "num_kv_heads": attention.k_proj.weight.shape[0] // size, "head_size": size,
-        "hidden_size": model.model.embed_tokens.weight.shape[1], "intermediate_size": inside.weight.shape[0],
-        "vocab_size": model.model.embed_tokens.weight.shape[0],
+        "hidden_size": model.model.embed_tokens.weight.shape[1], "vocab_size": model.model.embed_tokens.weight.shape[0],
+        "intermediate_size": read.intermediate_size if inside is None else inside.weight.shape[0],
         "max_position_embeddings": _positions(read), "windows": windows,
         "norm_epsilon": getattr(norm, "variance_epsilon", None) or norm.eps,
         "tie_word_embeddings": read.tie_word_embeddings,
         "activation": ACTIVATIONS.get(read.hidden_activation if read.model_type in WITH_KINDS else read.hidden_act),
         "qkv_bias": attention.q_proj.bias is not None,
-        "out_bias": out.bias is not None, "mlp_bias": inside.bias is not None,
+        "out_bias": out.bias is not None, "mlp_bias": getattr(inside, "bias", None) is not None,
         "qk_norm": hasattr(attention, "q_norm") or getattr(attention, "qk_layernorm", False),
         "dtype": _dtype(read), "scales": (attention.scaling,) * len(layers)}
+
+
+def _mlp(layer: torch.nn.Module) -> torch.nn.Module:
+    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+
+
+def _experts(mlp: torch.nn.Module) -> tuple[int, int, int, bool, int] | None:
+    """Return a layer's (experts, experts of a token, their size, whether weights are renormalised, size of the shared
+    expert or 0), or None if the layer has no experts."""
+    if not hasattr(mlp, "experts"):
+        return None
+    router, (count, both, _) = mlp.gate if hasattr(mlp, "gate") else mlp.router, mlp.experts.gate_up_proj.shape
+    shared = mlp.shared_expert.up_proj.weight.shape[0] if hasattr(mlp, "shared_expert") else 0
+    return count, router.top_k, both // 2, getattr(router, "norm_topk_prob", True), shared
 
 
 def _of_stacked(read: Any, model: torch.nn.Module) -> dict[str, Any]:

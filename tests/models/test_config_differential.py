@@ -21,7 +21,8 @@ from .random_configs import numbers_of_transformers, random_config  # noqa: E402
 
 SEEDS = range(600)
 OF_SOME = ("is_parallel", "rotates", "slides", "logit_scale", "embedding_scale", "residual_scale", "logits_divisor",
-           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights", "adds_to_normed", "has_own_norms")
+           "embedding_size", "norms_first", "has_last_norm", "norms_have_weights", "adds_to_normed", "has_own_norms",
+           "norms_rows", "clip")
 
 
 def numbers_of(spec):
@@ -41,6 +42,9 @@ def numbers_of(spec):
     if hasattr(spec, "sliding_rotary"):
         numbers["sliding_frequencies"] = frequencies_of(spec.sliding_rotary, spec.head_size)
     numbers |= {name: getattr(spec, name) for name in OF_SOME if hasattr(spec, name)}
+    if any(spec.experts):
+        numbers["experts"] = tuple(each and (each.count, each.chosen, each.size, each.renormalises, each.shared_size)
+                                   for each in spec.experts)
     if hasattr(spec, "logits_softcap"):
         numbers["logits_softcap"] = spec.logits_softcap
         numbers["softcaps"] = tuple(layer.softcap for layer in spec.attention)

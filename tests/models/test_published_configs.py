@@ -43,7 +43,8 @@ UNREAD = {
                     "position_embedding_type", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"),
     "starcoder2-3b": ("attention_softmax_in_fp32", "layer_norm_epsilon", "mlp_type", "norm_type",
                       "scale_attention_softmax_in_fp32", "scale_attn_weights"),
-    "smollm3-3b": ("max_window_layers",), "smollm2-135m": ("is_llama_config", "transformers.js_config"),
+    "smollm3-3b": ("max_window_layers",), "qwen3-30b-a3b": ("max_window_layers",),
+    "smollm2-135m": ("is_llama_config", "transformers.js_config"),
     "bloom-560m": _BLOOM, "bloom": _BLOOM, "bloom-7b1": _BLOOM, "falcon-11b": ("ff_factor",),
 }
 
