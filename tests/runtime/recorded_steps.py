@@ -303,14 +303,14 @@ def many_rows(folder):
 
 
 class SpoiltGraph(ReplayedGraph):
-    """Changes results of a replay by `spoils(shape, results)`. If that is None, a capture raises."""
+    """Changes results of a replay by `spoils(shape, results)`. If that is None, the second capture raises."""
 
     spoils, inputs = None, None
 
     def capture(self, function):
-        super().capture(function)
-        if SpoiltGraph.spoils is None and self._shape.rows == 2:
+        if SpoiltGraph.spoils is None and self.memory_of:
             raise RuntimeError("operation not permitted when stream is capturing")
+        super().capture(function)
 
     def replay(self):
         super().replay()
