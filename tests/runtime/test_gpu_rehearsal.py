@@ -16,8 +16,8 @@ from tests.first_quarter.steps import BF16_TEST, ROOT, gpu_test_files
 from tests.harness import gpu
 
 FILES = (*gpu_test_files(), BF16_TEST)
-# On interpreted kernels, test_whole_engine_interpreted.py also runs the other modes, and test_recorded_steps.py graphs.
-SELECTED = "not whole_engine or plain_rows and not graphs"
+# On interpreted kernels, test_whole_engine_interpreted.py runs every mode, and test_recorded_steps.py graphs.
+SELECTED = "not whole_engine or reuse"
 NOT_REHEARSED = {"tests/runtime/test_block_copies.py": 1}         # tests of pinned memory
 
 
