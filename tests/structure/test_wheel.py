@@ -55,7 +55,8 @@ def wheel_file(tmp_path_factory):
     patterns = "".join(f"|*'{' '.join(options)} -o '*" for _, options, _ in whole)
     compiler = folder / "compiler"
     compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in --version{patterns}) exec cc "$@";; *) exec cc -E "$@";; esac\n')
+        f'#!/bin/sh\ncase "$*" in --version{patterns}) exec cc "$@";; esac\n'
+        'while [ "$1" != -o ]; do shift; done\nexec cc -shared -o "$2" -x c /dev/null\n')
     compiler.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
     isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
