@@ -335,7 +335,7 @@ def token_of_a_context(shape, results):
 
 def wrong_replays(folder):
     """Yield what a backend finds in graphs of which one is wrong in one kind of step, and does if there are none."""
-    steps, levels = Steps(engine_modes.checkpoint(folder)), []
+    steps, levels = Steps(engine_modes.checkpoint(folder), num_slots=2), []
     table.log.log = lambda level, text, *values: levels.append([level, text % values])
     SpoiltGraph.inputs, sizes = steps.inputs, frozenset(sorted(steps.sizes)[:1])
 
