@@ -76,6 +76,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False                      # it would put the files with the most tests first
     return WholeFiles(config, log) if config.getoption("dist") in ("load", "loadfile") else None
 
 

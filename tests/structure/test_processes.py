@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.harness import processes
 from tests.harness.waiting import has_ended, until
 
 from .bounds import unbounded_waits
@@ -69,6 +71,16 @@ def test_a_hanging_test_is_named_and_the_run_goes_on_and_ends(tmp_path):
     for line in ("in test_that_hangs", "in slow_end"):
         assert line in result.stderr, (line, output)
     until(lambda: has_ended((tmp_path / "child").read_text()))          # a zombie until the system asks for its status
+
+
+def test_processes_get_the_files_in_the_order_of_collection_whatever_their_number_of_tests():
+    """tests/conftest.py puts the longest files first."""
+    config = mock.Mock(**{"getoption.return_value": "load", "getvalue.return_value": ["popen"]})
+    scheduler, process = processes.pytest_xdist_make_scheduler(config, mock.Mock()), mock.Mock(shutting_down=False)
+    scheduler.add_node(process)
+    scheduler.add_node_collection(process, ["long.py::one", *(f"short.py::{number}" for number in range(5))])
+    scheduler.schedule()
+    assert [call.args for call in process.send_runtest_some.call_args_list] == [([0],), ([1, 2, 3, 4, 5],)]
 
 
 def test_each_run_has_this_limit():
