@@ -32,7 +32,6 @@ LONGEST_FILES = (
     "matrix/test_matrix.py",
     "runtime/test_recorded_steps.py",
     "parallel/test_processes.py",
-    "compiled/test_library.py",
     "simulation/test_simulation.py",
     "examples/test_openai_server.py",
     "examples/test_redis_worker.py",
