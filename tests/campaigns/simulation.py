@@ -24,7 +24,8 @@ REPORTS = 5
 class Counts:
     """Sums over seeds. `failed` has (seed, report) of each seed with violations.
 
-    of_them     "several ranks", "adapters", "drafts", "other engines" -> the iterations of engines with these
+    of_them     "several ranks", "adapters", "drafts", "a draft model", "other engines" -> the iterations of engines
+                with these
     """
 
     seeds: int = 0
@@ -55,7 +56,7 @@ def portion(first_seed: int, count: int) -> Counts:
     for seed in range(first_seed, first_seed + count):
         result, swarm = simulate(seed), draw(seed, available())
         has = {"several ranks": swarm.ranks > 1, "adapters": swarm.adapters > 0, "drafts": swarm.drafts > 0,
-               "other engines": swarm.transfers is not None}
+               "a draft model": swarm.draft_model, "other engines": swarm.transfers is not None}
         counts.add(Counts(1, result.iterations, Counter({name: result.iterations for name in has if has[name]}),
                           result.requests, result.tokens, result.hits, result.markers, Counter(traits(swarm))))
         if result.violations:

@@ -13,15 +13,34 @@ if TYPE_CHECKING:
     from .world import SimulatedWorld
 
 
+class Texts:
+    """The texts of the requests of a world, by its oracle."""
+
+    def __init__(self, world: "SimulatedWorld", model: dict[str, Any]) -> None:
+        self._world, self._oracle = world, scripted_oracle(model)
+        self._of: dict[int, tuple[Handed, list[int]]] = {}
+
+    def after(self, request: LlmRequest, count: int) -> list[int]:
+        """Return the next `count` tokens of a request, or as many as its text has."""
+        handed = self._world.handed(request.request_id)
+        if handed is None:
+            return []
+        known, text = self._of.get(request.request_id, (None, []))
+        if known is not handed:
+            text = self._oracle.text(handed, request.max_new_tokens, request.max_new_tokens).tokens
+            self._of[request.request_id] = handed, text
+        place = request.num_tokens - request.orig_prompt_len
+        return text[place : place + count]
+
+
 class SimulatedDrafter:
     """Drafts for requests of the swarm. `held` are the requests that were asked for and not released since."""
 
     def __init__(self, world: "SimulatedWorld", model: dict[str, Any]) -> None:
         swarm = world.swarm
         self._world, self._vocab_size, self._right = world, swarm.vocab_size, swarm.drafts_right
-        self._oracle, self._rng = scripted_oracle(model), Random(f"drafter {swarm.seed}")
+        self._texts, self._rng = Texts(world, model), Random(f"drafter {swarm.seed}")
         self.faults = Faults(self._rng, swarm.faults, swarm.fault_rate)
-        self._texts: dict[int, tuple[Handed, list[int]]] = {}
         self.held: set[LlmRequest] = set()
         self._drafted: dict[LlmRequest, tuple[int, int]] = {}    # turn and number of tokens when it got drafts
 
@@ -55,25 +74,15 @@ class SimulatedDrafter:
                 self._world.mark("drafts with the end of a request")
 
     def _drafts(self, request: LlmRequest, most: int) -> list[int]:
-        rng, place = self._rng, request.num_tokens - request.orig_prompt_len
+        rng = self._rng
         turn, before = self._drafted.get(request, (0, request.num_tokens))
         if request.num_tokens - before > self._world.step_number - turn:
             self._world.mark("drafts accepted")
         self._drafted[request] = self._world.step_number, request.num_tokens
-        text = self._text_of(request)[place:place + most]
-        drafts = [token if rng.random() < self._right else rng.randrange(self._vocab_size) for token in text]
+        drafts = [token if rng.random() < self._right else rng.randrange(self._vocab_size)
+                  for token in self._texts.after(request, most)]
         handed = self._world.handed(request.request_id)
         if handed is not None and handed.end_ids and rng.random() < 0.1:
             drafts.append(min(handed.end_ids))
         drafts += [rng.randrange(self._vocab_size) for _ in range(rng.choice([0, 0, 1, most]))]
         return drafts[:most]
-
-    def _text_of(self, request: LlmRequest) -> list[int]:
-        handed = self._world.handed(request.request_id)
-        if handed is None:
-            return []
-        known, text = self._texts.get(request.request_id, (None, []))
-        if known is not handed:
-            text = self._oracle.text(handed, request.max_new_tokens, request.max_new_tokens).tokens
-            self._texts[request.request_id] = handed, text
-        return text

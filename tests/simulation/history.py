@@ -85,6 +85,12 @@ class Handed:
     may_fail_to_load: bool = False
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the text depends on the prompt, the seed and the end ids alone."""
+        return not (self.beam_width > 1 or self.mark or self.bad_words or self.no_repeat_ngram_size
+                    or self.min_length or self.penalizes)
+
+    @property
     def end_ids(self) -> set[int]:
         """Return all end ids of the request."""
         return {self.end_id, *self.more_end_ids} - {-1}

@@ -126,6 +126,8 @@ def drafts(world: "SimulatedWorld") -> Iterator[str]:
     drafting = next(each for each in world.loop._resources.others if isinstance(each, Drafting))
     if not drafting._of.keys() <= started:
         yield "C23: the drafts of somebody who has ended or pauses are counted"
+    if world.swarm.draft_model:
+        yield from world.drafter.violations()
 
 
 def index(world: "SimulatedWorld") -> Iterator[str]:

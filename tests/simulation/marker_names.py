@@ -53,7 +53,7 @@ MARKERS = (
     "block left the window", "block brought back from the host",
     # drafts
     "drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
-    "a request with drafts is paused", "drafts and a context in one step",
+    "a request with drafts is paused", "drafts and a context in one step", "a draft model drafts",
     # a store
     "blocks come from the store", "an idle engine saves", "a load is not waited for", "one load for two",
     "stopped or timed out while loading",
@@ -68,7 +68,8 @@ NEEDS = {
     "found and evicted in one step": "reuse", "block left the window": "window",
     "block brought back from the host": "host blocks", "beams leave the window": "window",
     **dict.fromkeys(("drafts in a step", "drafts accepted", "drafts rejected", "drafts with the end of a request",
-                     "a request with drafts is paused", "drafts and a context in one step"), "drafts"),
+                     "a request with drafts is paused", "drafts and a context in one step",
+                     "a draft model drafts"), "drafts"),
     "beams find a prompt in the cache": "reuse", "an adapter runs": "adapters",
     **dict.fromkeys(("blocks come from the store", "an idle engine saves", "a load is not waited for",
                      "one load for two", "stopped or timed out while loading", "a context is held", "a ticket lapses",

@@ -61,6 +61,7 @@ class Swarm:
     adapters     number of task ids of adapters; 0: the engine has no adapters
     drafts       most drafts of a sequence in a step; 0: the engine does not draft
     drafts_right   probability that a draft is the right one
+    draft_model   whether a draft model drafts
     adapter_pages, adapter_bytes   pages of the device for adapters, and bytes of the host cache
     late_ranks   with several ranks: None, or those that begin a step with rank 0, when it is read, as those of the last
                  of several stages do
@@ -112,6 +113,7 @@ class Swarm:
     adapter_bytes: int = 0
     drafts: int = 0
     drafts_right: float = 0.0
+    draft_model: bool = False
     stored_blocks: int = 0
     stored_tokens: int = 1
     transfers: KvTransferConfig | None = None
@@ -280,6 +282,7 @@ def draw(seed: int, features: Collection[str], iterations: int | None = None) ->
         adapter_bytes=adapter_bytes,
         drafts=drafts,
         drafts_right=draft_rng.choice([0.0, 0.5, 0.8, 0.95, 1.0]),
+        draft_model=drafts > 0 and not run_ahead and draft_rng.random() < 0.4,
         stored_blocks=stored_blocks,
         stored_tokens=stored_tokens,
         transfers=transfers)

@@ -29,6 +29,7 @@ def traits(swarm: Swarm) -> Iterator[tuple[str, str]]:
     yield "window", "none" if swarm.window is None else "with sinks" if swarm.sinks else "without sinks"
     yield "adapters", "none" if not swarm.adapters else f"{swarm.adapters} in {swarm.adapter_pages} pages"
     yield "drafts", "none" if not swarm.drafts else f"{swarm.drafts}, {swarm.drafts_right:.0%} right"
+    yield "drafter", "none" if not swarm.drafts else "draft model" if swarm.draft_model else "custom"
     yield "streaming", f"{traffic.streams:.0%}"
     yield "sampling", f"{traffic.samples:.0%}"
     yield "stop words and bans", f"{traffic.words:.0%}"

@@ -40,6 +40,7 @@ from . import invariants
 from .adapters import Adapters
 from .client import PlantedInterrupt, SimulatedClient
 from .device import SimulatedDevice
+from .draft_model import SimulatedDraftModel
 from .drafter import SimulatedDrafter
 from .faults import Faults, Place
 from .first_in_line import FirstInLine
@@ -116,7 +117,8 @@ class SimulatedWorld:
             load_fails=self.adapters.load_fails, adapter_pages=swarm.adapter_pages,
             **({"host_blocks": swarm.host_blocks} if swarm.host_blocks else {}))
         self.ranks: SimulatedRanks | None = None if swarm.ranks == 1 else SimulatedRanks(self)
-        self.drafter = SimulatedDrafter(self, model) if swarm.drafts else None
+        drafter = SimulatedDraftModel if swarm.draft_model else SimulatedDrafter
+        self.drafter = drafter(self, model) if swarm.drafts else None
         self.replay = Replay() if swarm.reuse and not swarm.seed % 2 else None
         self.loop = self._build()
         self.first_in_line = FirstInLine(self)
@@ -336,6 +338,8 @@ class SimulatedWorld:
             if exact:
                 kv = self.loop.kv
                 self.check(kv.used_blocks == 0, f"C23: {kv.used_blocks} blocks are held after the end")
+        if self.swarm.draft_model:
+            self.check(self.drafter.backend.closed, "C14: the worker ended, and the draft model is not closed")
         self.check(client.not_told == 0 and client.endings == 1,
                    f"I31: {client.not_told} responses without after_responses, {client.endings} calls of at_end")
         if self.ranks is not None:
