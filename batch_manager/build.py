@@ -43,6 +43,7 @@ from .loop.waiting_requests import WaitingRequests
 from .names import SchedulerPolicy, TrtGptModelType
 from .options import Plan, make_admission, plan_engine, settle
 from .parallel.block_exchange import BlockServer, fetch
+from .parallel.mapping import place_of
 from .requests.adapter_content import checked_adapter, read_adapter
 from .requests.adapter_store import AdapterStore
 from .requests.admission import Admission
@@ -159,22 +160,28 @@ def make_drafter(arguments: EngineArguments, parts: Parts, clock: Clock, undo: E
 
 
 def _arguments_of_draft_model(arguments: EngineArguments, config: SpeculativeConfig) -> EngineArguments:
-    """Return the arguments of an engine for the draft model, in its own best form.
+    """Return the arguments of an engine for the draft model, in its own best form. Of several ranks, rank 0 has it.
 
     Its pool has as many tokens as that of the model. If free memory decides, it has its share of it.
     """
     from .models.loading import read_spec
+    from .runtime.device.devices import resolve_device
+    from .runtime.ranks.part import device_of_rank
 
     params, kv = arguments.optional_params, arguments.optional_params.kv_cache_config
     assert config.model is not None
-    own, share = read_spec(config.model), 1.0
+    own, share, ranks, ranks_beside = read_spec(config.model), 1.0, params.parallel_config, 1
+    if ranks is not None and ranks.num_ranks > 1:
+        device = device_of_rank(place_of(ranks), ranks, resolve_device(params.device))
+        params = replace(params, device=str(device))
+        ranks_beside = ranks.num_ranks if device.type == "cpu" else 1         # that share its memory
     lengths = [own.max_position_embeddings, params.max_seq_len]
     if arguments.model_path is not None:
         model = read_spec(arguments.model_path, params.model_implementation)
         lengths.append(model.max_position_embeddings)
         if kv.max_tokens is None:
             entries, beside = (spec.num_layers * spec.num_kv_heads * spec.head_size for spec in (own, model))
-            share = entries / (entries + beside)
+            share = entries / (entries + beside * ranks_beside / (ranks.num_ranks if ranks else 1))
     return replace(arguments, model_path=config.model, max_beam_width=1, max_draft_tokens=0, optional_params=replace(
         params, quantization=config.quantization, quantized_activations=None,
         max_seq_len=min(filter(None, lengths)), deterministic=False,

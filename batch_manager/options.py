@@ -312,8 +312,6 @@ def _check_ranks(arguments: EngineArguments, parts: Parts, config: ParallelConfi
              "the stages already work at several micro-batches at a time", "leave run_ahead out"),
             (f"device is {params.device!r}", params.device is not None and params.device.startswith("cuda:"),
              own_device, "use device='cuda', and ParallelConfig(device_ids=) for their numbers"),
-            ("SpeculativeConfig.method is 'draft_model'", (drafts := params.speculative_config) is not None
-             and drafts.method == "draft_model", "a draft model runs in one process", "use another method"),
             ("device is 'cpu' and ParallelConfig.collectives is 'nccl'",
              params.device == "cpu" and config.collectives == "nccl", "NCCL joins GPUs", "leave collectives out")):
         if is_so:

@@ -56,7 +56,7 @@ from .native_backend import NativeBackend
 from .operations import Operations
 from .packing import Divide
 from .parts import DeviceParts
-from .ranks.part import RankPart
+from .ranks.part import RankPart, device_of_rank
 from .thread_count import has_openmp, require_openmp, step_threads
 from .warm_up import measured_draft_cost
 
@@ -85,7 +85,9 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
     max_draft_tokens    most draft tokens of a sequence in a step
     Raises              ConfigError and its subclasses, after freeing all memory
     """
-    device = resolve_device(params.device) if part is None else part.device_among(resolve_device(params.device))
+    device = resolve_device(params.device)
+    if part is not None:
+        device = device_of_rank(part.place, part.config, device)
     asked = Asked(params, device, layout, use_triton(device), attention_factory is not None, graph,
                   1 if part is None else part.place.num_ranks)
     refuse_fp8_cache(asked)

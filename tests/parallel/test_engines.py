@@ -38,6 +38,7 @@ DETERMINISTIC = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO
 # With the draft tokens of the engine and of clients, and without.
 DRAFTED = [((2, 1), "olmo 3", TWO), ((4, 1), "llama, grouped queries", TWO), ((2, 1), "gemma 3", HEADS),
            ((2, 2), "gpt2", {}), ((1, 2), "bloom", {})]
+DRAFT_MODEL = [((2, 2), "gpt2"), ((2, 1), "gemma 3")]          # where the whole model drafts, on rank 0
 ENGINES = {
     (2, 1): {"llama, one key head per query head, biases": {}, "gemma 3": {}, "gpt2": {}, "bloom": {},
              "phi 3, window, a part of each head rotated, tied": {}, "falcon, new, slopes, groups of key heads": {}},
@@ -76,7 +77,9 @@ def engines(reference, fork_server):  # noqa: F811
         family, options = FAMILIES[case]
         folder = reference(family, **{**options, **MORE.get(family, heads)})[1]
         for is_drafted in (False, True):
-            jobs[sizes, case, "drafted", is_drafted] = drafted_job(folder, sizes, is_drafted)
+            jobs[sizes, case, "drafted", is_drafted] = drafted_job(folder, sizes, None if not is_drafted else (
+                SpeculativeConfig("draft_model", 5, model=folder) if (sizes, case) in DRAFT_MODEL
+                else SpeculativeConfig("custom", 5)))
     for sizes, case in ADAPTED:
         family, options = FAMILIES[case]
         model, folder = reference(family, **{**options, **MORE.get(family, HEADS)})
@@ -103,8 +106,8 @@ def adapted_job(model, folder, sizes):
                                   "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=640)})
 
 
-def drafted_job(folder, sizes, is_drafted):
-    """Return a job of greedy and sampled requests, with drafts of the engine and of clients or without."""
+def drafted_job(folder, sizes, config):
+    """Return a job of greedy and sampled requests, with drafts of clients and as `config` says, or without if None."""
     requests = []
     for number in range(6):
         more = {"return_log_probs": True, "return_generation_logits": True, "return_context_logits": number == 3}
@@ -115,7 +118,7 @@ def drafted_job(folder, sizes, is_drafted):
         "tensor": sizes[0], "stages": sizes[1], "deterministic": True, "max_batch_size": 3, "max_num_sequences": 6,
         "enable_chunked_context": True, "max_num_tokens": 32, "enable_trt_overlap": sizes == (4, 1),
         "kv_cache_config": KvCacheConfig(tokens_per_block=16, max_tokens=640),
-        "speculative_config": SpeculativeConfig("custom", 5) if is_drafted else None})
+        "speculative_config": config})
 
 
 def greedy(model, prompt):

@@ -35,8 +35,6 @@ def start(options, parts, config, model_type=TrtGptModelType.InflightFusedBatchi
     ({}, {"attention": lambda spec, kv_pool: None}, "Parts.attention is set",
      "leave Parts.attention or parallel_config out"),
     ({"run_ahead": True}, {}, "run_ahead is True", "leave run_ahead out"),
-    ({"speculative_config": {"method": "draft_model", "model": "folder"}}, {},
-     "SpeculativeConfig.method is 'draft_model'", "use another method"),
     ({"device": "cuda:1"}, {}, "device is 'cuda:1'", "device_ids="),
 ])
 def test_an_option_of_one_process_is_refused_before_the_model_is_looked_for(options, parts, says, way_out):

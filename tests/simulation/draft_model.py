@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class SimulatedDraftModel(DraftModel):
     """A draft model of the package, whose cache and drafts are checked.
 
-    A step has the key of the engine's model with the probability that drafts are right. If all have it, every draft of
-    a plain request is the next token of its text, unless the draft model's cache is wrong.
+    All steps of a call have the key of the engine's model with the probability that drafts are right; else, some do. If
+    all do, every draft of a plain request is the next token of its text, unless the draft model's cache is wrong.
 
     held     see SimulatedDrafter
     """
@@ -33,6 +33,7 @@ class SimulatedDraftModel(DraftModel):
     def __init__(self, world: "SimulatedWorld", model: dict[str, Any]) -> None:
         swarm, rng = world.swarm, Random(f"draft model {world.swarm.seed}")
         self._world, self._rng, self._texts, self._right = world, rng, Texts(world, model), swarm.drafts_right
+        self._is_right = False
         self.faults = Faults(rng, swarm.faults, swarm.fault_rate)
         length = rng.choice([swarm.max_seq_len, swarm.max_seq_len, max(swarm.max_seq_len // 2, 2)])
         num_blocks = rng.choice([1, swarm.num_blocks, 2 * swarm.num_blocks, 512])
@@ -51,12 +52,14 @@ class SimulatedDraftModel(DraftModel):
         return {*self._setups, *self._of, *self._lost}
 
     def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        self._is_right = self._rng.random() < self._right
+        self.backend.key = self._key
         proposed = super().propose(requests, max_lengths)
         for request, drafts in zip(requests, proposed):
             if drafts:
                 self._world.mark("a draft model drafts")
             handed = self._world.handed(request.request_id)
-            if self._right == 1.0 and handed is not None and handed.is_plain:
+            if self._is_right and handed is not None and handed.is_plain:
                 text = self._texts.after(request, len(drafts))
                 self._world.check([*drafts[:len(text)]] == text[:len(drafts)],
                                   f"I36: the draft model drafts {drafts} for {request}, whose text goes on with {text}")
@@ -73,7 +76,7 @@ class SimulatedDraftModel(DraftModel):
 
     def _on_step(self, batch: ScheduledBatch) -> dict[int, RowFailure] | None:
         rng = self._rng
-        self.backend.key = self._key if rng.random() < self._right else self._key + 1
+        self.backend.key = self._key if self._is_right or rng.random() < 0.5 else self._key + 1
         name = self.faults.draw(Place.DRAFTER) if batch.num_sequences else None
         if name is None:
             return None

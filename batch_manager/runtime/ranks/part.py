@@ -33,6 +33,21 @@ from .exchange import Exchange, Store
 from .staged_model import StagedModel
 
 
+def device_of_rank(place: Place, config: ParallelConfig, device: torch.device) -> torch.device:
+    """Return the device of a rank: the CPU, or the GPU with the number of the local rank in `device_ids`."""
+    if device.type == "cpu":
+        if config.collectives == "nccl":
+            raise ConfigError("ParallelConfig.collectives is 'nccl', and the device is cpu", "NCCL joins GPUs",
+                              "leave collectives out")
+        return device
+    number, count = place.local_rank if config.device_ids is None else config.device_ids[place.local_rank], num_gpus()
+    if number >= count:
+        raise ConfigError(f"rank {place.rank} has GPU {number}, and this machine has {count}",
+                          "each rank of a machine has a GPU of its own",
+                          "start fewer ranks on this machine, or correct ParallelConfig.device_ids")
+    return torch.device(device.type, number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
     """The part of a model that this rank has.
@@ -53,21 +68,6 @@ class RankPart:
     @property
     def stage(self) -> Stage:
         return Stage(self.place.stage, self.place.pipeline_parallel_size)
-
-    def device_among(self, device: torch.device) -> torch.device:
-        """Return the device of this rank: the CPU, or the GPU with the number of the local rank in `device_ids`."""
-        config, local_rank = self.config, self.place.local_rank
-        if device.type == "cpu":
-            if config.collectives == "nccl":
-                raise ConfigError("ParallelConfig.collectives is 'nccl', and the device is cpu", "NCCL joins GPUs",
-                                  "leave collectives out")
-            return device
-        number, count = local_rank if config.device_ids is None else config.device_ids[local_rank], num_gpus()
-        if number >= count:
-            raise ConfigError(f"rank {self.place.rank} has GPU {number}, and this machine has {count}",
-                              "each rank of a machine has a GPU of its own",
-                              "start fewer ranks on this machine, or correct ParallelConfig.device_ids")
-        return torch.device(device.type, number)
 
     def least(self, phase: str, *numbers: int) -> tuple[int, ...]:
         """Return the least value on any rank of each of the numbers."""
