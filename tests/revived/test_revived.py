@@ -31,7 +31,7 @@ def swarms(bug: Bug) -> Iterator[Swarm]:
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,
                  "max_admissions": 4096, "reuse": False, "window": None, "sinks": 0, "host_blocks": 0,
                  "has_poll": True, "max_beam_width": 1, "ranks": 1, "late_ranks": None, "faults": bug.faults,
-                 "rank_callbacks": False, "drafts": 0, "stored_blocks": 0, "transfers": None,
+                 "rank_callbacks": False, "drafts": 0, "draft_model": False, "stored_blocks": 0, "transfers": None,
                  "fault_rate": RATE, "endings": ((ITERATIONS, "drain"),)}
         traffic = {"beams": 0.0, "words": 0.0, **bug.traffic}
         yield replace(swarm, **{**fixed, **bug.world}, traffic=replace(swarm.traffic, **traffic))
