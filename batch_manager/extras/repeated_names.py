@@ -5,6 +5,9 @@ import re
 from typing import Any
 
 from ..errors import printable
+from ..option_values import unique_names
+
+__all__ = ["repeated_name", "unique_names"]      # the second one is a hook for json.loads
 
 LONGEST_NAME = 64
 MOST_NAMES = 10_000      # of a text that is searched for the name; the names of a search take memory

@@ -31,6 +31,10 @@ def wheel(wheel_file):
         return archive.namelist()
 
 
+# The rest of a script that takes the place of a compiler.
+EMPTY_LIBRARY = 'while [ "$1" != -o ]; do shift; done\nexec cc -shared -o "$2" -x c /dev/null\n'
+
+
 @pytest.fixture(scope="module")
 def wheel_file(tmp_path_factory):
     """Return the path of a wheel of the checkout. To save time, libraries are compiled without optimization, and only
@@ -54,9 +58,7 @@ def wheel_file(tmp_path_factory):
     whole = [*levels[:1], *[level for level in levels if processor.issuperset(level[2])][:1]]
     patterns = "".join(f"|*'{' '.join(options)} -o '*" for _, options, _ in whole)
     compiler = folder / "compiler"
-    compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in --version{patterns}) exec cc "$@";; esac\n'
-        'while [ "$1" != -o ]; do shift; done\nexec cc -shared -o "$2" -x c /dev/null\n')
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in --version{patterns}) exec cc "$@";; esac\n{EMPTY_LIBRARY}')
     compiler.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder)]
     isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
@@ -180,7 +182,10 @@ def test_a_source_distribution_has_what_is_tracked(source_distribution):
 
 def test_a_source_distribution_builds_the_same_wheel(source_distribution, wheel, tmp_path):
     """The compiler only reads all sources and headers here, which is faster: the other wheel's library is whole."""
-    backend_call("build_wheel", source_distribution, tmp_path, CC="cc -E")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncc -fsyntax-only "$@" || exit 1\n{EMPTY_LIBRARY}')
+    compiler.chmod(0o755)
+    backend_call("build_wheel", source_distribution, tmp_path, CC=str(compiler))
     (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         assert sorted(archive.namelist()) == sorted(wheel)
