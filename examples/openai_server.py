@@ -11,11 +11,10 @@ from batch_manager.tools.serve import main, not_installed
 try:
     import uvicorn  # noqa: F401 - named here if it is missing
 
-    from batch_manager.extras.openai.application import make_app
+    if __name__ != "__main__":         # for gunicorn; the command imports it once its options are right
+        from batch_manager.extras.openai.application import make_app  # noqa: F401
 except ImportError as error:
     sys.exit(not_installed("openai_server", error))
-
-__all__ = ["make_app"]
 
 if __name__ == "__main__":
     sys.exit(main(program="openai_server"))
