@@ -46,6 +46,7 @@ class Engine:
     """An engine with random weights, and the times at which the tokens of each request came.
 
     longest, most   tokens of a sequence, and number of requests at a time
+    num_tokens      of the KV cache
     cache           further options of KvCacheConfig
     """
 
@@ -53,13 +54,14 @@ class Engine:
         self._pending: list[InferenceRequest] = []
         self.times: dict[int, list[float]] = {}
         self._left, self._all_ended, self.records = 0, threading.Event(), list[str]()
+        self.num_tokens = 2 * most * longest
         self.manager = GptManager(
             model, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, self._get, self._send,
             None, self.records.append, TrtGptModelOptionalParams(
                 device="cpu", dtype=options.dtype, load_format="dummy", num_threads=options.threads,
                 max_batch_size=most, max_num_tokens=CHUNK, max_seq_len=longest, enable_chunked_context=True,
                 flush_stats_when_idle=True, kv_cache_config=KvCacheConfig(
-                    enable_block_reuse=True, tokens_per_block=BLOCK, max_tokens=2 * most * longest, **cache)))
+                    enable_block_reuse=True, tokens_per_block=BLOCK, max_tokens=self.num_tokens, **cache)))
 
     def _get(self, most: int) -> list[InferenceRequest]:
         taken, self._pending = self._pending, []

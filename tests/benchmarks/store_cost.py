@@ -4,7 +4,8 @@
 
 Throughput: --requests new prompts at once, in an engine without a directory and in one that saves all blocks, in turn.
 Gaps: --streams requests generate while --arrivals prompts of --prompt tokens come, one every --every seconds, whose
-blocks are in the cache, or on disk. The output has the ratios of each round and their medians: of tokens per second, of
+blocks are in the cache, or on disk. Before that, every block of the pool has been written once, because the first write
+to a block makes the system provide its memory, which takes longer than a copy. The output has the ratios of each round and their medians: of tokens per second, of
 processor time until the engine has saved and ended, and of the 99th percentile of the time between two tokens. The
 weights are random, and the files are in the page cache.
 """
@@ -57,6 +58,9 @@ class Measurement:
         """Return the 99th percentile of the seconds between two tokens of running requests while `prompts` come."""
         options = self.options
         engine = self.engine(disk)
+        for number in range(-(-engine.num_tokens // options.prompt)):
+            engine.ask(10_000 + number, self.prompts(1, options.prompt), 1)
+            engine.wait()
         if is_cached:
             for number, prompt in enumerate(prompts):
                 engine.ask(1000 + number, [prompt], 1)
