@@ -5,9 +5,9 @@
 Throughput: --requests new prompts at once, in an engine without a directory and in one that saves all blocks, in turn.
 Gaps: --streams requests generate while --arrivals prompts of --prompt tokens come, one every --every seconds, whose
 blocks are in the cache, or on disk. Before that, every block of the pool has been written once, because the first write
-to a block makes the system provide its memory, which takes longer than a copy. The output has the ratios of each round and their medians: of tokens per second, of
-processor time until the engine has saved and ended, and of the 99th percentile of the time between two tokens. The
-weights are random, and the files are in the page cache.
+to a block makes the system provide its memory, which takes longer than a copy. The output has the ratios of each round
+and their medians: of tokens per second, of processor time until the engine has saved and ended, and of the 99th
+percentile of the time between two tokens. The weights are random, and the files are in the page cache.
 """
 
 import argparse
