@@ -54,7 +54,11 @@ class SimulatedDraftModel(DraftModel):
     def propose(self, requests: Sequence[LlmRequest], max_lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         self._is_right = self._rng.random() < self._right
         self.backend.key = self._key
-        proposed = super().propose(requests, max_lengths)
+        try:
+            proposed = super().propose(requests, max_lengths)
+        except BaseException:
+            self._world.client.failures["propose"] += 1      # once, also if a step behind the failed one fails too
+            raise
         for request, drafts in zip(requests, proposed):
             if drafts:
                 self._world.mark("a draft model drafts")
@@ -82,7 +86,6 @@ class SimulatedDraftModel(DraftModel):
             return None
         self.faults.hit(name)
         if name == "drafter.raises":
-            self._world.client.failures["propose"] += 1
             raise rng.choice([RuntimeError, SystemExit, GeneratorExit, MemoryError])("planted")
         code = rng.choice([ErrorCode.NON_FINITE_LOGITS, ErrorCode.MODEL_ERROR])
         return {rng.choice(batch.slots()): RowFailure(code, "planted")}
