@@ -151,6 +151,11 @@ def load_model(path: str | os.PathLike, *, device: torch.device | str, dtype: to
                     check_tensors(checkpoint, model_class, spec, dtype, split)
             return LoadedModel(local, model, weights.num_bytes, device, dtype, deterministic, end_ids, implementation,
                                quantized_activations)
+    except CannotCompileError as error:                # of one type of blocks; the library of the step is there
+        raise ModelLoadError(f"the products with quantised weights of {checkpoint.path} are not there: {error}",
+                             "expected a C compiler, or its results in the cache",
+                             "install one, or set cpu_compile=False and leave quantization and quantized_activations "
+                             "out: then the weights are decoded") from error
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, MemoryError) and "allocate" not in str(fault):
             raise

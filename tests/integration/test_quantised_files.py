@@ -3,6 +3,7 @@ tokens of transformers on the decoded weights."""
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from batch_manager import ConfigError, KvCacheConfig, TrtGptModelOptionalParams
+from batch_manager import ConfigError, KvCacheConfig, ModelLoadError, TrtGptModelOptionalParams
 from batch_manager.layers import weight_form
 from batch_manager.layers.weight_form import QUANTIZATIONS, quantised_bytes
 from batch_manager.models import load_model
@@ -18,6 +19,8 @@ from batch_manager.runtime.build_backend import refuse_without_quantised_product
 from batch_manager.runtime.forms.table import Asked
 from batch_manager.runtime.packing import packed
 from batch_manager.tools.inspect import described, inspect_model
+from batch_manager.triton_kernels.cpu.native import library as library_module
+from batch_manager.triton_kernels.cpu.native.build import CannotBuildError
 from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
 from batch_manager.weights.matrices import Dense
@@ -115,6 +118,23 @@ def test_weights_take_the_bytes_of_the_file(tmp_path, ties):
     for dtype in ("float32", "float16"):                   # float16 has no compiled steps
         decoded = load_model(reference.folder, device="cpu", dtype=dtype)
         assert decoded.weight_bytes > 3 * loaded.weight_bytes
+
+
+def test_products_that_cannot_be_compiled_any_more_are_named(tmp_path, make_manager, new_client, new_request,
+                                                             monkeypatch):
+    """The library of the step is in the cache, that of the file's type is not, and there is no compiler."""
+    path = Reference(tmp_path, "Llama", "Q4_0").folder
+    load_library()
+    monkeypatch.setattr(library_module, "_kernels", {})
+    monkeypatch.setattr(library_module, "built_library", mock.Mock(side_effect=CannotBuildError("found no C compiler")))
+    with pytest.raises(ModelLoadError, match="quantised weights of .*gguf are not there: found no C compiler; "
+                                             "expected a C compiler, .*; install one, or set cpu_compile=False"):
+        make_manager(new_client(), model_path=path, device="cpu")
+    client = new_client()
+    client.pending = [new_request(1, [5, 6, 7], 3)]
+    make_manager(client, model_path=path, device="cpu", cpu_compile=False)
+    client.wait_for_finals(1)
+    assert client.final(1).error == ""
 
 
 def test_a_plain_folder_is_quantised_while_it_is_loaded(tmp_path, make_manager, new_client):
