@@ -3,12 +3,12 @@
     python -m tests.benchmarks.store_cost --shape 135M
 
 Throughput: --requests new prompts at once, in an engine without a directory and in one that saves all blocks, in turn.
-Gaps: --streams requests of --stream-output tokens generate while --arrivals prompts of --prompt tokens come, one every
---every seconds, whose blocks are in the cache, or on disk; rounds take turns in which of the two comes first. Before that,
-every block of the pool has been written once, because the first write to a block makes the system provide its memory,
-which takes longer than a copy. The output has the ratios of each round and their medians: of tokens per second,
-of processor time until the engine has saved and ended, and of the 99th percentile of the time between two tokens. The
-weights are random, and the files are in the page cache.
+Gaps: --streams requests of --stream-output tokens generate while --arrivals prompts of --prompt tokens come, one
+every --every seconds, whose blocks are in the cache, or on disk; rounds take turns in which of the two comes first.
+Before that, every block of the pool has been written once, because the first write to a block makes the system
+provide its memory, which takes longer than a copy. The output has the ratios of each round and their medians: of
+tokens per second, of processor time until the engine has saved and ended, and of the 99th percentile of the time
+between two tokens. The weights are random, and the files are in the page cache.
 """
 
 import argparse
