@@ -153,7 +153,7 @@ def build_native_backend(model_path: str | os.PathLike, params: TrtGptModelOptio
         if "compiled" in forms.steps and most_drafts > 0:
             facts = dataclasses.replace(facts, draft_cost=measured_draft_cost(parts, forms, most_drafts))
         return NativeBackend(parts, operations, forms, facts, held,
-                             partial(cache_fingerprint, files, params, loaded, windows, num_threads, forms.dispatch))
+                             cache_fingerprint(files, params, loaded, windows, num_threads, forms.dispatch))
 
 
 def make_parts(loaded: LoadedModel, attention: Attention, pool: torch.Tensor, host_pool: Sequence[torch.Tensor] = (),

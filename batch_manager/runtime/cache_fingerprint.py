@@ -1,7 +1,7 @@
 """What the content of a KV cache block depends on besides its tokens, adapter and cache_salt."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,18 +15,18 @@ VERSION = 1                      # of the layout of a block
 
 
 def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModelOptionalParams, loaded: LoadedModel,
-                      windows: Sequence[int | None], num_threads: int | None, dispatch: str) -> bytes:
-    """Return a digest of config.json, the weights and the options that change a block. Reads all, so it takes seconds.
+                      windows: Sequence[int | None], num_threads: int | None, dispatch: str) -> Callable[[], bytes]:
+    """Return a function that digests config.json, the weights and the options that change a block. It reads all, so it
+    takes seconds. It holds no weights, because it lives as long as the backend.
 
     files      `identities` of the checkpoint from before it was loaded
     dispatch   what computes the steps, see BackendInfo
 
     With `deterministic`, also of machine, build of torch, threads and `dispatch`, on which the bits depend.
-    Raises OSError, also if a file is not the one that was loaded.
+    The function raises OSError, also if a file is not the one that was loaded.
     """
     kv = params.kv_cache_config
-    facts = [VERSION, content_digest(files, kv.disk_cache_path, may_write=not kv.disk_cache_read_only),
-             params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
+    facts = [params.load_format, loaded.implementation, str(loaded.dtype), kv.tokens_per_block, tuple(windows)]
     if params.quantization is not None:
         facts.append(params.quantization)
     if params.quantized_activations is not None:
@@ -36,4 +36,8 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
     if params.deterministic:
         facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
                   dispatch, torch.backends.cpu.get_cpu_capability()]
-    return blake2b(repr(facts).encode(), digest_size=32).digest()
+
+    def digest() -> bytes:
+        content = content_digest(files, kv.disk_cache_path, may_write=not kv.disk_cache_read_only)
+        return blake2b(repr([VERSION, content, *facts]).encode(), digest_size=32).digest()
+    return digest

@@ -356,8 +356,9 @@ def test_closing_gives_the_memory_back_and_may_be_done_twice(checkpoint):
     backend = build(checkpoint)
     run(backend, [(0, [1, 2], 0, True, GREEDY)])
     pool = weakref.ref(backend._parts.pool)
+    model = weakref.ref(backend._forms._forms[-1]._model)
     backend.close()
-    assert pool() is None and backend.memory_usage().cpu == 0
+    assert pool() is None and model() is None and backend.memory_usage().cpu == 0
     backend.close()
 
 
