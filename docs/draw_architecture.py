@@ -30,6 +30,7 @@ FRONTS = {
     "tools": "batch-manager bench, inspect, trace, watch",
     "testing": "an engine without a model or a thread",
 }
+GROUND = ("config",)             # folders that both towers import
 PORTS = ("handover", "seams")    # what both towers know of each other
 
 # Units: pixels.
@@ -52,7 +53,8 @@ class Shape:
     imports        folder or top-level file -> those of the package that it imports
     host, device   the floors of each tower, the lowest first
     roof           top-level files that no tower imports
-    ground         top-level files that the host tower imports, and what they import; the device tower may as well
+    ground         top-level files and folders that the host tower imports, and what they import; the device tower may
+                   as well
     loading        those that only the device tower imports, and what they import
     """
 
@@ -116,10 +118,10 @@ def read_shape() -> Shape:
                 raise ValueError(f"{name} imports {', '.join(sorted(across))} of the other tower; the towers share "
                                  "the ground only; hand the value over in handover.py")
     towers, files = {*HOST, *DEVICE}, [name for name in imports if not (PACKAGE / name).is_dir()]
-    unknown = set(imports) - towers - set(FRONTS) - set(files)
+    unknown = set(imports) - towers - set(FRONTS) - set(GROUND) - set(files)
     if unknown:
         raise ValueError(f"the folder {', '.join(sorted(unknown))} has no place in the picture; every folder has one; "
-                         "add it to HOST, DEVICE or FRONTS")
+                         "add it to HOST, DEVICE, FRONTS or GROUND")
     ground, of_device = below(HOST, imports), below(DEVICE, imports)
     for name in sorted(towers | ground | of_device):
         if upward := imports[name] & (set(FRONTS) if name in towers else towers | set(FRONTS)):
@@ -281,10 +283,11 @@ def draw(shape: Shape) -> str:
 
 
 def chips(names: Iterable[str], x: float, y: float, width: float, marked: set[str]) -> tuple[list[str], float]:
-    """Names of files side by side, in as many rows as they take, and the height of these rows."""
+    """Names of files, and of folders of the ground, side by side in as many rows as they take, and the height of these
+    rows."""
     drawn, at, row = [], x, 0
     for name in names:
-        text = f"{name}.py"
+        text = f"{name}/" if name in GROUND else f"{name}.py"
         needed = len(text) * 6.7 + 14
         if at + needed > x + width:
             at, row = x, row + 1

@@ -19,6 +19,7 @@ from batch_manager import (
     TrtGptModelOptionalParams,
     config,
 )
+from batch_manager.config.other_engines import OPTIONS_OF_OTHER_ENGINES
 from batch_manager.errors import QueueFullError
 from batch_manager.testing.scripted_backend import ScriptedBackend
 
@@ -314,7 +315,7 @@ def test_info_of_a_checkpoint_names_its_architecture_and_end_ids(make_manager, n
 def test_a_field_of_another_configuration_and_a_name_on_a_hub_are_told_as_such(make_manager, new_client):
     with pytest.raises(TypeError, match=r"enable_block_reuse is a field of KvCacheConfig: pass kv_cache_config="):
         TrtGptModelOptionalParams(enable_block_reuse=True)
-    for name, way_out in config._OPTIONS_OF_OTHER_ENGINES.items():
+    for name, way_out in OPTIONS_OF_OTHER_ENGINES.items():
         with pytest.raises(TypeError) as raised:
             TrtGptModelOptionalParams(**{name: 0.5})
         assert str(raised.value) == f"{name} is an option of another engine: pass {way_out}"

@@ -227,8 +227,8 @@ OF_AN_ENGINE = {"thread_count.py", "weight_form.py", "torch_fixed_tiles.py"}
 def pieces_of_advice():
     """Yield (file, text) of each way out that an error of a module of a model has. Values in a text are left out."""
     package = Path(batch_manager.__file__).parent
-    for path in [package / "config.py", *(path for name in ("models", "weights", "runtime", "layers", "attention")
-                                          for path in sorted((package / name).rglob("*.py")))]:
+    for path in (path for name in ("config", "models", "weights", "runtime", "layers", "attention")
+                 for path in sorted((package / name).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node, "func", None)
             if getattr(called, "id", getattr(called, "attr", "")).endswith("Error"):
