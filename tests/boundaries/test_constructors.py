@@ -11,6 +11,7 @@ import pytest
 
 from batch_manager import (
     BackendInfo,
+    ContextChunkingPolicy,
     GptManager,
     KvCacheConfig,
     KvTransferConfig,
@@ -31,7 +32,6 @@ from batch_manager.config import (
     MAX_RANKS,
     MAX_THREADS,
     MAX_TREE_DEPTH,
-    ContextChunkingPolicy,
 )
 from batch_manager.errors import ConfigError
 from batch_manager.option_values import LONGEST_WAIT_S, MAX_COUNT
