@@ -282,6 +282,7 @@ def make_admission(arguments: EngineArguments, parts: Parts, limits: Limits, blo
         static_batching=arguments.is_static,
         logits_post_processor_batched=parts.logits_post_processor_batched,
         transfer=params.kv_transfer_config,
+        deterministic=params.deterministic,
         blocks_of=blocks_of,
         guard=guard)
 

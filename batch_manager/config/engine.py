@@ -62,8 +62,9 @@ class TrtGptModelOptionalParams:
                                 machine, build of torch and number of threads. Where steps are compiled (cpu_compile), a
                                 step takes as long as without it; elsewhere it is slower, see docs/devices.md. Refused
                                 with a custom attention or backend, with a model class that does not promise it, on a
-                                GPU without Triton, and on a CPU whose matrix products depend on the row index. Does not
-                                cover a batched logits post-processor that mixes rows
+                                GPU without Triton, and on a CPU whose matrix products depend on the row index; so
+                                are requests with draft_logits. Does not cover a batched logits post-processor that
+                                mixes rows
     flush_stats_when_idle       send one more statistics record after the last request has ended
     log_callback_errors         for development: log the text of a callback's exception, which may quote a prompt.
                                 False: log only the type and traceback lines of the exception
@@ -94,9 +95,9 @@ class TrtGptModelOptionalParams:
     peft_cache_config           memory for LoRA adapters; None: requests with an adapter are refused. Needs a backend
                                 whose BackendInfo has max_adapter_size. Refused with TrtGptModelType.V1
     speculative_config          a SpeculativeConfig, or a mapping with its fields: the engine drafts tokens for requests
-                                without beams and post-processors, except with InferenceRequest(speculation=False);
-                                a draft model rules run_ahead out. None: no drafts. Refused with TrtGptModelType.V1
-                                and Parts.stages, and a draft model with several ranks
+                                without beams, and without a post-processor that has no `allowed_drafts`; except with
+                                InferenceRequest(speculation=False). A draft model rules run_ahead out. None: no drafts.
+                                Refused with TrtGptModelType.V1 and Parts.stages
     kv_transfer_config          a KvTransferConfig: prompts of some requests are computed here for other engines, or by
                                 other engines for this one. None: requests of these types are refused. Needs
                                 enable_block_reuse. Refused with TrtGptModelType.V1, sink tokens and several ranks
@@ -152,8 +153,9 @@ class TrtGptModelOptionalParams:
                            ("parallel_config", ParallelConfig)):
             value, is_needed = getattr(self, name), name == "kv_cache_config"
             if not isinstance(value, kind) and (is_needed or value is not None):
+                mapping = ", a mapping with its fields" if kind is SpeculativeConfig else ""
                 raise ConfigError(f"{name} is of type {type(value).__name__}",
-                                  f"expected a {kind.__name__}{'' if is_needed else ', or None'}",
+                                  f"expected a {kind.__name__}{mapping}{'' if is_needed else ', or None'}",
                                   f"pass {kind.__name__}(...)")
         if self.kv_transfer_config is not None and (not self.kv_cache_config.enable_block_reuse
                                                     or self.kv_cache_config.sink_token_length):

@@ -82,6 +82,9 @@ class SpeculativeConfig:
         """Return the config of a mapping with vLLM's keys, or of its JSON, with a `method`. Raises ConfigError."""
         if isinstance(given, str):
             given = object_of_option("speculative_config", given, _LIKE_THIS)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config is of type {type(given).__name__}",
+                              "expected a mapping with its fields, or its JSON", f"pass for instance {_LIKE_THIS}")
         known = list(cls.__dataclass_fields__)
         if unknown := [str(name)[:64] for name in given if name not in known]:
             raise ConfigError(f"speculative_config has {unknown[0]!r}", f"its keys are {', '.join(known)}",

@@ -154,6 +154,7 @@ class Admission:
     static_batching           whether requests run in static batches. If so, each request gets a batch_key, and a
                               streaming request gets a single response, which leaves the prompt out
     transfer                  which prompts are computed for or by other engines; None: none
+    deterministic             whether requests with draft_logits are refused, see `_check_drafts`
     blocks_of                 function of a request: the largest number of KV cache blocks that it holds at a time;
                               None: count the blocks of all its tokens
     guard                     the engine's guard, in which code of the user's classes runs
@@ -163,7 +164,7 @@ class Admission:
                  gather_generation_logits: bool = True, exclude_input_in_output: bool = False,
                  static_batching: bool = False,
                  logits_post_processor_batched: Callable[..., Any] | None = None,
-                 transfer: KvTransferConfig | None = None,
+                 transfer: KvTransferConfig | None = None, deterministic: bool = False,
                  blocks_of: Callable[[LlmRequest], int] | None = None, guard: Guard | None = None) -> None:
         self.limits = limits
         self._blocks_of = blocks_of or (lambda request: -(-request.final_length // limits.tokens_per_block))
@@ -173,7 +174,7 @@ class Admission:
         self.exclude_input_in_output = exclude_input_in_output
         self.static_batching = static_batching
         self.logits_post_processor_batched = logits_post_processor_batched
-        self._transfer = transfer
+        self._transfer, self._deterministic = transfer, deterministic
         self._own_salts = count()
 
         vocab, longest = limits.vocab_size, limits.max_seq_len - 1
@@ -587,6 +588,10 @@ class Admission:
             raise InvalidRequestError(f"{has}, and request_type is {raw.type.value!r}",
                                       "drafts are verified with the prompt, in the engine that generates",
                                       "leave draft_input_ids out")
+        if self._deterministic and "draft_logits" in raw.tensors:
+            raise InvalidRequestError("draft_logits is set, and the engine is deterministic",
+                                      "how many drafts fit beside other requests decides which tokens are drawn by "
+                                      "ratios", "leave draft_logits out: drafts then change no token")
         if not limits.enable_chunked_context and prompt_len + num_drafts > limits.max_num_tokens:
             raise InvalidRequestError(
                 f"input_ids has {counted(prompt_len, 'token')}, draft_input_ids {num_drafts:,}, and max_num_tokens is "

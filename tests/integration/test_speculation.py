@@ -279,13 +279,12 @@ def test_drafts_of_requests_with_a_grammar_change_nothing(make_manager, new_clie
         assert record["Accepted Draft Tokens"] > 20 and record["Draft Tokens"] > record["Accepted Draft Tokens"]
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["compiled", "deterministic"])
-def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, new_request, options):
+def test_drafts_with_the_logits_they_were_drawn_from(make_manager, new_client, new_request):
     """Drafts from the model's own distribution are accepted; impossible ones never; greedy requests match tokens."""
     client, sampled = new_client(), SAMPLED | {"random_seed": 3, "repetition_penalty": 1.2}
     of_first = {"return_log_probs": True, "return_generation_logits": True}
     client.pending = [new_request(1, PHRASE, 8, **sampled, **of_first), new_request(2, PHRASE, 8, **of_first)]
-    manager = make_manager(client, model_path=SHIPPED, num_threads=1, dtype="float32", max_draft_tokens=4, **options)
+    manager = make_manager(client, model_path=SHIPPED, num_threads=1, dtype="float32", max_draft_tokens=4)
     client.wait_for_finals(1, 2)
     tokens, logits = ([one(client.final(i)) for i in (1, 2)] for one in (
         lambda final: final.tokens()[len(PHRASE):], lambda final: final.tensors["generation_logits"][0, 0]))
@@ -388,6 +387,12 @@ def test_wrong_json_of_the_programs_is_refused(given, says, capsys):
         assert says in capsys.readouterr().err
     with pytest.raises(ConfigError, match=says):
         make_loop(Client(), speculative_config=SpeculativeConfig.of(given))
+
+
+@pytest.mark.parametrize("given", [None, 5, b'{"method": "ngram"}', SpeculativeConfig()])
+def test_what_is_no_mapping_and_no_json_is_refused(given):
+    with pytest.raises(ConfigError, match=f"speculative_config is of type {type(given).__name__}; expected a mapping"):
+        SpeculativeConfig.of(given)
 
 
 def test_the_keys_are_those_of_vllm():

@@ -498,6 +498,14 @@ def test_draft_logits_need_draft_tokens_and_agree_with_them(refusal):
     assert "columns of draft_logits" in refusal(draft_logits=logits[:, 1:], draft_input_ids=[1, 2])
 
 
+def test_a_deterministic_engine_takes_drafts_and_refuses_their_logits(admit, refusal):
+    """How many drafts fit beside other requests decides which tokens are drawn by ratios."""
+    drafts, limits = {"draft_input_ids": [1, 2]}, {"deterministic": True}
+    assert admit(limits=limits, **drafts).request.draft_len == 2
+    expected = "draft_logits is set, and the engine is deterministic"
+    assert expected in refusal(limits=limits, draft_logits=np.zeros((2, VOCAB), np.float32), **drafts)
+
+
 def test_a_prompt_with_its_draft_tokens_must_fit(refusal, admit):
     assert "the limit for both together is max_seq_len - 1 = 63" in refusal(input_ids=[1] * 60, draft_input_ids=[1] * 4)
     few = {"max_num_tokens": 6}
