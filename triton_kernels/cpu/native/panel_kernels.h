@@ -78,21 +78,15 @@ INLINE words bytes_of_line(int type, const uint8_t *levels, int i) {
     return in_table(type) ? bytes_looked_up(w) : w;
 }
 
-/* start + the sums of the inputs in the lines `first` .. `first` + count - 1 of the bytes of the words of x, for LANES
-   outputs: x = 256 upper + lower. Bytes of levels take half the instructions to unpack. The sums are those of words.
-   For more rows than one, adding up two sums takes longer. */
-INLINE integers sum_in_bytes(int type, const uint8_t *levels, int first, int count, const int32_t *x, integers start) {
+/* Levels with a sign + 128, which kernels make up for. */
+INLINE words unsigned_levels(int type, words w) { return is_signed(type) ? w ^ 0x80808080 : w; }
+
+/* sums + the products of four bytes without a sign and four with one. */
+INLINE integers add_byte_products(integers sums, words positive, words x) {
 #if HAS_BYTE_PRODUCTS
-    __m512i lower = (__m512i)start, upper = _mm512_setzero_si512();
-    UNROLLED for (int i = first; i < first + count; i++) {
-        words w = bytes_of_line(type, levels, i);
-        words positive = is_signed(type) ? w ^ 0x80808080 : w;        /* + 128, which upper_sum makes up for */
-        lower = _mm512_dpbusd_epi32(lower, _mm512_set1_epi32(x[2 * i]), (__m512i)w);
-        upper = _mm512_dpbusd_epi32(upper, (__m512i)positive, _mm512_set1_epi32(x[2 * i + 1]));
-    }
-    return (integers)lower + ((integers)upper << 8);
+    return (integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)positive, (__m512i)x);
 #else
-    return start;
+    return sums;
 #endif
 }
 
@@ -106,8 +100,7 @@ INLINE int lines_in_words(int type) {
    of two products in words, until lines_in_words lines are added. */
 INLINE integers add_bytes(int type, integers sums, signed_pairs *some, int i, words w, int32_t x) {
 #if HAS_BYTE_PRODUCTS
-    if (is_signed(type)) w ^= 0x80808080;                  /* + 128, see byte_offset */
-    return (integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+    return add_byte_products(sums, unsigned_levels(type, w), (words)all_integers(x));
 #elif LANES == 8 || defined(__AVX512BW__)
     const int last = lines_in_words(type) - 1;
 #if LANES == 8
@@ -191,7 +184,10 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
     const int64_t blocks = m->inputs / BLOCK_INPUTS, panel_bytes = bytes_of_panel(part, m->inputs);
     const uint8_t *first = part->panels + (panel - part->first_panel) * panel_bytes;
     const int64_t shared = in_groups(type) ? part->group_blocks : BLOCKS_OF_A_FACTOR;
-    const int is_in_bytes = R == 1 && row_type == BFLOAT16 && HAS_BYTE_PRODUCTS;
+    /* Words of x are 256 upper + lower. Products of their bytes, and of second words, have the sums of words. Bytes of
+       levels take half the instructions to unpack, and second words half the products. For more rows of bfloat16 than
+       one, adding up two sums takes longer. */
+    const int is_in_bytes = HAS_BYTE_PRODUCTS && (row_type == FLOAT32 || (row_type == BFLOAT16 && R == 1));
     const int offset = offset_of(type) + (row_type == BYTES && HAS_BYTE_PRODUCTS && is_signed(type) ? 128 : 0);
     /* On a Zen 5, one row takes 0.75 to 0.9 of the time with the nearest cache. Several rows fill it. */
     const int is_nearest = R == 1 && (LANES == 16 || row_type == BYTES);
@@ -235,25 +231,41 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                 UNROLLED for (int r = 0; r < R; r++)
                     UNROLLED for (int w = 0; w < num_words; w++) {
                         const RowBlock *block = block_of(&from[r], b, row_type);
-                        const int32_t *sum = block->sums[w];
+                        const int32_t first = w ? block->second_sums[0] : block->sums[0];
+                        const int32_t second = w ? block->second_sums[1] : block->sums[1];
                         UNROLLED for (int q = 0; q < P; q++) {
                             if (in_groups(type))
-                                found[r][w][q] = (-offset - factors[q].zero) * all_integers(sum[0] + sum[1]);
+                                found[r][w][q] = (-offset - factors[q].zero) * all_integers(first + second);
                             else if (row_type == BYTES && offset == 8) found[r][w][q] = all_integers(block->minus_8);
                             else if (row_type == BYTES && offset == 128)
                                 found[r][w][q] = all_integers(block->minus_128);
                             else found[r][w][q] = all_integers(offset == 0 ? 0 : -offset * (
-                                scales_per_block(type) == 2 ? sum[half] : sum[0] + sum[1]));
-                            if (is_in_bytes && is_signed(type))
+                                scales_per_block(type) == 1 ? first + second : half ? second : first));
+                            if (is_in_bytes && is_signed(type) && w == 0)
                                 found[r][w][q] -= all_integers(block->upper_sum * 0x8000);
                         }
                     }
                 const int count = BLOCK_INPUTS / 2 / scales_per_block(type);
                 if (is_in_bytes) {
-                    const int32_t *bytes = (const int32_t *)(from[0].words[1] + b * BLOCK_INPUTS);
-                    UNROLLED for (int q = 0; q < P; q++)
-                        found[0][0][q] = sum_in_bytes(type, levels[q], half * count / 2, count / 2, bytes,
-                                                      found[0][0][q]);
+                    integers upper[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS] = {};
+                    UNROLLED for (int i = half * count / 2; i < (half + 1) * count / 2; i++) {
+                        words weights[MAX_QUANTISED_PANELS];
+                        UNROLLED for (int q = 0; q < P; q++) weights[q] = bytes_of_line(type, levels[q], i);
+                        UNROLLED for (int r = 0; r < R; r++) {
+                            const int32_t *x0 = (const int32_t *)(from[r].words[num_words == 1] + b * BLOCK_INPUTS);
+                            words low = (words)all_integers(x0[2 * i]), high = (words)all_integers(x0[2 * i + 1]);
+                            UNROLLED for (int q = 0; q < P; q++) {
+                                found[r][0][q] = add_byte_products(found[r][0][q], low, weights[q]);
+                                upper[r][q] = add_byte_products(upper[r][q], unsigned_levels(type, weights[q]), high);
+                            }
+                            if (num_words == 1) continue;
+                            words last = (words)all_integers(((const int32_t *)from[r].words[1])[b * BLOCK_INPUTS / 4 + i]);
+                            UNROLLED for (int q = 0; q < P; q++)
+                                found[r][1][q] = add_byte_products(found[r][1][q], last, weights[q]);
+                        }
+                    }
+                    UNROLLED for (int r = 0; r < R; r++)
+                        UNROLLED for (int q = 0; q < P; q++) found[r][0][q] += upper[r][q] << 8;
                 } else if (row_type == BYTES) {
                     signed_pairs some[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS];
                     UNROLLED for (int i = half * count / 2; i < (half + 1) * count / 2; i++) {
@@ -280,7 +292,7 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                     UNROLLED for (int q = 0; q < P; q++) {
                         floats total = __builtin_convertvector(found[r][0][q], floats);
                         if (num_words == 2)
-                            total = fused(__builtin_convertvector(found[r][1][q], floats), all(0x1p-15f), total);
+                            total = fused(__builtin_convertvector(found[r][1][q], floats), all(0x1p-8f), total);
                         sums[r][q] = fused(total, s[q].scale[half] * block_of(&from[r], b, row_type)->scale,
                                            sums[r][q]);
                     }

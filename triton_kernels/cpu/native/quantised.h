@@ -17,12 +17,13 @@
    where bit_of and two_bits_of choose u and v so that the bytes of a line have the same inputs in all types.
 
    Rows of x are prepared: in each block of 32 numbers, fixed point with 15 bits and a sign, and the power of two that
-   this needs. A bfloat16 number is rounded only if it is below 1/128 of the largest of its block. For float32, a second
-   word has the rest. A product of a block is a sum of whole numbers, which has no order. So the bits of a row of y do
-   not depend on the other rows, the number of threads or the instruction set. Each result is
+   this needs. A bfloat16 number is rounded only if it is below 1/128 of the largest of its block. Of a float32 number,
+   fixed point has 23 bits: a first word, rounded down, and the other 8 bits as a second word. A product of a block is a
+   sum of whole numbers, which has no order. So the bits of a row of y do not depend on the other rows, the number of
+   threads or the instruction set. Each result is
      sum = fma(block, scale of W * scale of x, sum)
      sum = fma(minimum, sum of x in the block, sum)        in types with a minimum, or of x in each half (Q2_K)
-   over the blocks in ascending order, where block is fma(second, 2^-15, first) for two words.
+   over the blocks in ascending order, where block is fma(second, 2^-8, first) for two words.
 
    With quantized_activations="int8", a number of x is rounded to a byte, as llama.cpp does: its block has the scale
    largest / 127, and the sums are those of the rounded numbers. All else is the same, also in bits. */
@@ -161,20 +162,21 @@ INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 
 /* ---------------------------------------------------------------- rows of x */
 
-/* A block of a prepared row. Before the first of these are the words of all blocks, then their second words, for
-   float32, or the bytes of the words in the order of in_byte_products, for bfloat16. */
+/* A block of a prepared row. Before the first of these are the words of all blocks, then their second words for
+   float32. With byte products, bytes take the place of words for float32, and follow them for bfloat16: of each 8 inputs,
+   the lower and the upper bytes of the words of 0, 4, 1, 5, then of 2, 6, 3, 7, and the second words in this order. */
 typedef struct {
     float scale;                      /* of the first words; NaN if a number of the block is not finite */
     float total, totals[2];           /* sum of the numbers, and of each half */
+    int32_t sums[2];                  /* of the words, or bytes, of each half of the block */
     union {
-        int32_t sums[2][2];           /* sums of the first and the second words, of each half of the block */
-        struct { int32_t of_words[2], upper_sum; };    /* for bfloat16: sum of the upper bytes of the words */
-        struct { int32_t of_bytes[2], minus_8, minus_128; };    /* for bytes: their sums, and -8 and -128 times these */
+        struct { int32_t upper_sum; int16_t second_sums[2]; };  /* of the words' upper bytes; of second words, as sums */
+        struct { int32_t minus_8, minus_128; };                 /* for bytes: -8 and -128 times their sum */
     };
 } RowBlock;
 
 #if LANES == 16 && defined(__AVX512VNNI__)
-#define HAS_BYTE_PRODUCTS 1           /* see sum_in_bytes */
+#define HAS_BYTE_PRODUCTS 1           /* see multiply_panels */
 #else
 #define HAS_BYTE_PRODUCTS 0
 #endif
@@ -212,12 +214,20 @@ INLINE int32_t sum_of(integers v) {
 #endif
 }
 
+#if LANES >= 8
+/* Of each 8 bytes, 0, 4, 1, 5, then 2, 6, 3, 7. */
+INLINE __m256i in_order_of_lines(__m256i bytes) {
+    return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15)));
+}
+#endif
+
 /* Write the bytes and the RowBlock of a block. top: the bits of the largest size of a number. */
 INLINE void prepare_bytes(const void *from, RowBlock *block, uint32_t top, int type) {
     int8_t bytes[BLOCK_INPUTS] = {};
     float largest, scale = NAN;
     memcpy(&largest, &top, 4);
-    block->of_bytes[0] = block->of_bytes[1] = 0;
+    block->sums[0] = block->sums[1] = 0;
     if (top < 0x7f800000) {
         if (largest < 0x1p-100f) largest = 0x1p-100f;      /* no scale and no product with one is denormal */
         scale = largest / 127.0f;
@@ -230,17 +240,16 @@ INLINE void prepare_bytes(const void *from, RowBlock *block, uint32_t top, int t
                 *(signed_octets *)(bytes + i) = __builtin_convertvector(whole, signed_octets);
                 sum += whole;
             }
-            block->of_bytes[half] = sum_of(sum);
+            block->sums[half] = sum_of(sum);
         }
     }
-    int32_t sum = block->of_bytes[0] + block->of_bytes[1];
+    int32_t sum = block->sums[0] + block->sums[1];
     block->minus_8 = -8 * sum, block->minus_128 = -128 * sum;
     block->scale = scale, block->total = (float)sum * scale;
-    for (int half = 0; half < 2; half++) block->totals[half] = (float)block->of_bytes[half] * scale;
+    for (int half = 0; half < 2; half++) block->totals[half] = (float)block->sums[half] * scale;
     uint8_t *to = (uint8_t *)(block + 1);
 #if LANES >= 8
-    __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
-    _mm256_storeu_si256((void *)to, _mm256_shuffle_epi8(_mm256_loadu_si256((const void *)bytes), order));
+    _mm256_storeu_si256((void *)to, in_order_of_lines(_mm256_loadu_si256((const void *)bytes)));
 #else
     for (int i = 0; i < BLOCK_INPUTS; i++) to[i] = (uint8_t)bytes[i / 8 * 8 + i % 2 * 4 + i % 4 / 2 + i % 8 / 4 * 2];
 #endif
@@ -275,39 +284,41 @@ INLINE void prepare_row(const void *x, void *to, int64_t size, int in_bytes, int
             memcpy(&factor, &up, 4);
             memcpy(&scale, &down, 4);
         }
-        smallest = type == FLOAT32 ? scale * 0x1p-15f : scale;
+        smallest = type == FLOAT32 ? scale * 0x1p-8f : scale;
         int64_t total = 0;
         for (int half = 0; half < 2; half++) {
             integers first_sum = {}, second_sum = {};
             for (int i = half * BLOCK_INPUTS / 2; i < (half + 1) * BLOCK_INPUTS / 2; i += LANES) {
-                floats v = load(from, i, type) * factor, first = rounded(v);
-                first = -larger(-larger(first, all(-32767.0f)), all(-32767.0f));
+                floats v = load(from, i, type) * factor;
+                v = -larger(-larger(v, all(-0x1p15f)), all(0x1p-8f - 0x1p15f));
+                floats first = rounded(v);
                 integers whole = __builtin_convertvector(first, integers);
+                if (type == FLOAT32) {
+                    integers second = __builtin_convertvector(rounded((v - first) * 0x1p8f), integers);
+                    whole += second >> 8, second &= 255;
+                    *(shorts *)(row.words[1] + b * BLOCK_INPUTS + i) = __builtin_convertvector(second, shorts);
+                    second_sum += second;
+                }
                 *(shorts *)(row.words[0] + b * BLOCK_INPUTS + i) = __builtin_convertvector(whole, shorts);
                 first_sum += whole;
-                if (type != FLOAT32) continue;
-                whole = __builtin_convertvector(rounded((v - first) * 0x1p15f), integers);
-                *(shorts *)(row.words[1] + b * BLOCK_INPUTS + i) = __builtin_convertvector(whole, shorts);
-                second_sum += whole;
             }
-            block->sums[0][half] = sum_of(first_sum);
-            block->sums[1][half] = sum_of(second_sum);
-            int64_t sum = type == FLOAT32 ? ((int64_t)block->sums[0][half] << 15) + block->sums[1][half]
-                                          : block->sums[0][half];
+            block->sums[half] = sum_of(first_sum);
+            block->second_sums[half] = (int16_t)sum_of(second_sum);
+            int64_t sum = type == FLOAT32 ? (int64_t)block->sums[half] * 256 + block->second_sums[half]
+                                          : block->sums[half];
             block->totals[half] = (float)sum * smallest;
             total += sum;
         }
 #if HAS_BYTE_PRODUCTS
-        if (type != FLOAT32) {
-            /* Of each 8 inputs, the lower and the upper bytes of 0, 4, 1, 5, then of 2, 6, 3, 7. */
-            __m512i order = _mm512_broadcast_i32x4(
-                _mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15));
-            __m512i bytes = _mm512_shuffle_epi8(_mm512_loadu_si512(row.words[0] + b * BLOCK_INPUTS), order);
-            _mm512_storeu_si512((void *)(row.words[1] + b * BLOCK_INPUTS), bytes);
-            __m512i upper = _mm512_maskz_mov_epi32(0xaaaa, bytes);
-            __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), upper);
-            block->upper_sum = sum_of((integers)sums);
+        __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15));
+        __m512i bytes = _mm512_shuffle_epi8(_mm512_loadu_si512(row.words[0] + b * BLOCK_INPUTS), order);
+        if (type == FLOAT32) {
+            __m256i last = _mm512_cvtepi16_epi8(_mm512_loadu_si512(row.words[1] + b * BLOCK_INPUTS));
+            _mm256_storeu_si256((void *)(row.words[1] + b * BLOCK_INPUTS / 2), in_order_of_lines(last));
         }
+        _mm512_storeu_si512((void *)(row.words[type != FLOAT32] + b * BLOCK_INPUTS), bytes);
+        __m512i upper = _mm512_maskz_mov_epi32(0xaaaa, bytes);
+        block->upper_sum = sum_of((integers)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), upper));
 #endif
         block->scale = scale;
         block->total = (float)total * smallest;
