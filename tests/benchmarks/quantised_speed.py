@@ -7,7 +7,8 @@ size. This engine runs with each of --quantized-activations. For each file, the 
 --rounds times. In a process, 1, 8 and 32 requests (--requests) of random tokens start at once, each group
 after the one before it ended, and each twice, of which the second counts. All outputs are greedy, without an end id.
 
-Prints a table in Markdown. The time of a step is the median time between tokens while all requests generate. A cell has
+Prints a table in Markdown. With --processor-time, times are processor time of all threads of an engine, which counts no
+waiting on a busy machine, but also threads that wait for each other. The time of a step is the median time between tokens while all requests generate. A cell has
 the median of the rounds, the lowest and the highest. A ratio is the other engine's time / the time of this one in the
 same round: above 1, this one is faster. The last column is the time of reading the file's bytes, at the rate at which
 the same threads add up 256 MiB of floats in that process, / the time of a step. An engine that cannot load a file has
@@ -56,7 +57,7 @@ def batch_manager(path: str, options: argparse.Namespace) -> Iterator[Stamps]:
     most = max(options.requests)
 
     client, stamps = Client(), {}
-    client.on_send = lambda request_id, response: stamps[request_id].append(time.perf_counter())
+    client.on_send = lambda request_id, response: stamps[request_id].append(options.clock())
     blocks = most * -(-(options.input + options.output + 1) // 64)
     params = TrtGptModelOptionalParams(
         device="cpu", num_threads=options.threads, max_batch_size=most, dtype=options.dtype,
@@ -115,11 +116,11 @@ def llama_cpp(path: str, options: argparse.Namespace) -> Iterator[Stamps]:
             for sequence, prompt in enumerate(prompts_of(group, options.input)):
                 entries = [(token, at, sequence, at == len(prompt) - 1) for at, token in enumerate(prompt)]
                 last[sequence] = int(decode(entries)[0])
-                stamps[sequence].append(time.perf_counter())
+                stamps[sequence].append(options.clock())
             for at in range(options.input, options.input + options.output - 1):
                 last = decode([(token, at, sequence, True) for sequence, token in enumerate(last)]).tolist()
                 for times in stamps:
-                    times.append(time.perf_counter())
+                    times.append(options.clock())
             llama.llama_memory_clear(llama.llama_get_memory(context), True)
         yield stamps
         llama.llama_batch_free(batch)
@@ -145,7 +146,7 @@ def openvino(path: str, options: argparse.Namespace) -> Iterator[Stamps]:
             stamps: Stamps = [[] for _ in range(group)]
             while engine.has_non_finished_requests():
                 engine.step()
-                now = time.perf_counter()
+                now = options.clock()
                 for handle, times in zip(handles, stamps):
                     while handle.can_read():
                         times += [now for found in handle.read().values() for _ in found.generated_ids]
@@ -160,6 +161,7 @@ def measured(work: Callable[[], object]) -> float:
 
 def run(path: str, options: argparse.Namespace) -> dict[str, object]:
     """Return the load time in seconds, the memory of this process, and ms a step and tokens a second of each group."""
+    options.clock = time.process_time if options.processor_time else time.perf_counter
     began = time.perf_counter()
     groups = {"llama.cpp": llama_cpp, "openvino": openvino}.get(options.run, batch_manager)(path, options)
     found = {"read_rate": sum(map(sum, next(groups))), "load_s": time.perf_counter() - began, "step_ms": {},
@@ -215,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="auto", help="of this engine")
     parser.add_argument("--quantized-activations", nargs="+", choices=OWN, default=["none"], help="of this engine")
+    parser.add_argument("--processor-time", action="store_true", help="instead of elapsed time")
     parser.add_argument("--out", help="file for the figures of all runs")
     parser.add_argument("--run", choices=OWN + OTHERS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -226,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, dict[str, list[dict]]] = {path: {} for path in options.files}
     names = ("rounds", "input", "output", "threads", "dtype")
     rest = [each for name in names for each in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    rest += ["--requests", *map(str, options.requests)]
+    rest += ["--requests", *map(str, options.requests), *["--processor-time"] * options.processor_time]
     for number in range(options.rounds):
         for path in options.files:
             for engine in list(pythons)[:: 1 if number % 2 == 0 else -1]:

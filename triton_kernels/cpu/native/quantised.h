@@ -34,7 +34,10 @@
 #define BLOCKS_OF_A_FACTOR 8
 #define MAX_QUANTISED_ROWS 8           /* of a kernel */
 #define MAX_QUANTISED_PANELS 2
-#define PREFETCHED_AHEAD 8192         /* bytes: the hardware prefetcher stops at the end of a page */
+/* Bytes: the hardware prefetcher stops at the end of a page. Few lines at a time can come to the nearest cache. If they
+   came from memory, rows of x that do not fit there would wait for them. */
+#define PREFETCHED_AHEAD 16384
+#define NEAREST_AHEAD 2048            /* a single row reads levels faster than they come from the second cache */
 
 /* Types, numbered as in Python. */
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, INT4, INT8, NUM_TYPES };
