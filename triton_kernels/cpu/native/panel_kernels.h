@@ -257,7 +257,8 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                                 upper[r][q] = add_byte_products(upper[r][q], unsigned_levels(type, weights[q]), high);
                             }
                             if (num_words == 1) continue;
-                            words last = (words)all_integers(((const int32_t *)from[r].words[1])[b * BLOCK_INPUTS / 4 + i]);
+                            const int32_t *x1 = (const int32_t *)(from[r].words[1] + b * BLOCK_INPUTS / 2);
+                            words last = (words)all_integers(x1[i]);
                             UNROLLED for (int q = 0; q < P; q++)
                                 found[r][1][q] = add_byte_products(found[r][1][q], last, weights[q]);
                         }

@@ -166,14 +166,14 @@ INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 /* ---------------------------------------------------------------- rows of x */
 
 /* A block of a prepared row. Before the first of these are the words of all blocks, then their second words for
-   float32. With byte products, bytes take the place of words for float32, and follow them for bfloat16: of each 8 inputs,
-   the lower and the upper bytes of the words of 0, 4, 1, 5, then of 2, 6, 3, 7, and the second words in this order. */
+   float32. With byte products, bytes take the place of words for float32, and follow them for bfloat16: of each 8
+   inputs, the lower and the upper bytes of 0, 4, 1, 5, then of 2, 6, 3, 7; and second words in the same order. */
 typedef struct {
     float scale;                      /* of the first words; NaN if a number of the block is not finite */
     float total, totals[2];           /* sum of the numbers, and of each half */
     int32_t sums[2];                  /* of the words, or bytes, of each half of the block */
     union {
-        struct { int32_t upper_sum; int16_t second_sums[2]; };  /* of the words' upper bytes; of second words, as sums */
+        struct { int32_t upper_sum; int16_t second_sums[2]; };  /* of upper bytes of words; of second words, as sums */
         struct { int32_t minus_8, minus_128; };                 /* for bytes: -8 and -128 times their sum */
     };
 } RowBlock;
