@@ -8,10 +8,11 @@ size. This engine runs with each of --quantized-activations. For each file, the 
 after the one before it ended, and each twice, of which the second counts. All outputs are greedy, without an end id.
 
 Prints a table in Markdown. The time of a step is the median time between tokens while all requests generate, or the
-processor time with --processor-time: of one thread, it counts no waiting on a busy machine. A cell has the median of the
-rounds, the lowest and the highest. A ratio is the other engine's time / the time of this one in the same round: above 1,
-this one is faster. The last column is the time of reading the file's bytes, at the rate at which the same threads add up
-256 MiB of floats in that process, / the time of a step. An engine that cannot load a file has empty cells.
+processor time with --processor-time: of one thread, it counts no waiting on a busy machine. A cell has the median of
+the rounds, the lowest and the highest. A ratio is the other engine's time / the time of this one in the same round:
+above 1, this one is faster. The last column is the time of reading the file's bytes, at the rate at which the same
+threads add up 256 MiB of floats in that process, / the time of a step. An engine that cannot load a file has empty
+cells.
 """
 
 import argparse
