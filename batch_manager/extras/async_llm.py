@@ -198,9 +198,8 @@ class AsyncTextPieces:
             self._submit(*prompts.request(prompt, sampling, self._engine.info, self.completion), sampling, arrived)
             return
         sampling.check()
-        options = {"priority": sampling.priority, "deadline_s": sampling.deadline_s}
         with _names_of_options():
-            self._engine.check(sampling.tensors([0], self._engine.info), **options)
+            self._engine.check(sampling.tensors([0], self._engine.info), **sampling.request_options)
         self._later = prompts, prompt, sampling, arrived
 
     async def submit(self, prompts: Prompts, prompt: Prompt, sampling: Sampling, arrived: float) -> None:
@@ -211,8 +210,7 @@ class AsyncTextPieces:
         self._submit(*prepared, sampling, arrived)
 
     def _submit(self, tensors: dict[str, Any], text: GeneratedText, sampling: Sampling, arrived: float) -> None:
-        options = {"priority": sampling.priority, "deadline_s": sampling.deadline_s, "adapter": self._adapter,
-                   **self._engine.arrival_option(arrived)}
+        options = {**sampling.request_options, "adapter": self._adapter, **self._engine.arrival_option(arrived)}
         with _names_of_options():
             self._stream = self._engine.stream(tensors, **options)
         self._output = Output(text, self.completion)

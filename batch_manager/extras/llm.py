@@ -189,9 +189,9 @@ class LLM:
         tensors, text = self._prompts.request(prompt, sampling, self.info, completion)
         if task_id is not None:
             tensors["lora_task_id"] = task_id
-        request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True, priority=sampling.priority,
-                                   deadline_s=sampling.deadline_s,
-                                   arrival_time=arrived if self._sets_arrival_time else None)
+        request = InferenceRequest(self._switchboard.next_id(), tensors, is_streaming=True,
+                                   arrival_time=arrived if self._sets_arrival_time else None,
+                                   **sampling.request_options)
         mailbox = Mailbox(request.request_id, Wants.of(request))
         mailbox.loop = inbox
         return _Request(self._manager, self._switchboard, mailbox, request, text, completion)

@@ -83,6 +83,7 @@ class Sampling:
     raw_log_probs        take log-probabilities from the model's own distribution, before penalties and temperature
     priority             0..1; higher runs first
     deadline_s           seconds after the call at which the request times out; None: never
+    speculation          False: the engine drafts no tokens for the output, which has the same tokens then
     """
 
     max_tokens: int | None = 256
@@ -104,6 +105,12 @@ class Sampling:
     raw_log_probs: bool = False
     priority: float = 0.5
     deadline_s: float | None = None
+    speculation: bool = True
+
+    @property
+    def request_options(self) -> dict[str, Any]:
+        """The options of InferenceRequest that are not tensors."""
+        return {"priority": self.priority, "deadline_s": self.deadline_s, "speculation": self.speculation}
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Sampling":

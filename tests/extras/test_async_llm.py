@@ -115,7 +115,8 @@ def test_a_refused_request_raises_at_the_call():
             await anext(pieces)
         for prompt in ([5], LONG_TEXT):
             for wrong, says in (({"temperature": -1}, "temperature is -1"), ({"max_tokens": 0}, "max_tokens"),
-                                ({"deadline_s": -1}, "deadline_s"), ({"min_p": 2}, "min_p")):
+                                ({"deadline_s": -1}, "deadline_s"), ({"min_p": 2}, "min_p"),
+                                ({"speculation": 2}, "speculation")):
                 with pytest.raises(RequestFailed, match=says):
                     llm.stream(prompt, **wrong)
             with pytest.raises(TypeError, match="did you mean max_tokens"):

@@ -150,7 +150,8 @@ def test_pieces_are_the_text_and_leaving_the_loop_stops_the_request():
         assert pieces.completion.text and pieces.completion.tokens
         until_idle(llm)
         for wrong, says in (({"temperature": -1}, "temperature is -1"), ({"max_tokens": 0}, "max_tokens"),
-                            ({"deadline_s": -1}, "deadline_s"), ({"min_p": 2}, "min_p"), ({"seed": "x"}, "seed")):
+                            ({"deadline_s": -1}, "deadline_s"), ({"min_p": 2}, "min_p"), ({"seed": "x"}, "seed"),
+                            ({"speculation": "no"}, "speculation")):
             with pytest.raises(RequestFailed, match=says) as raised:
                 llm.stream([5], **wrong)              # at the call, before a web framework has sent its status
             assert raised.value.code is ErrorCode.INVALID_REQUEST
@@ -395,7 +396,8 @@ def test_options_become_tensors():
         info = llm.info
     given = Sampling(max_tokens=None, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=[7],
                      min_tokens=2, repetition_penalty=1.2, log_probs=True, top_log_probs=4, raw_log_probs=True,
-                     logit_bias={5: -100, 6: 2.5})
+                     logit_bias={5: -100, 6: 2.5}, deadline_s=3, speculation=False)
+    assert given.request_options == {"priority": 0.5, "deadline_s": 3, "speculation": False}
     tensors = given.tensors([1, 2, 3], info)
     bias = tensors.pop("embedding_bias")
     assert (bias[5], bias[6], bias.sum(), len(bias)) == (-100, 2.5, -97.5, 4096)

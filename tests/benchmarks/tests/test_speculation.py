@@ -1,4 +1,4 @@
-"""The benchmark of drafts compares two engines by the same prompts."""
+"""The benchmarks of drafts answer the same prompts with and without them."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.benchmarks.speculation_peers import KINDS, table
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "austen-4m"
 
 
-def test_both_engines_answer_each_prompt(capsys):
+def test_each_prompt_is_answered_with_and_without_drafts(capsys):
     main(["--model", str(SHIPPED), "--plain", "--threads", "1", "--tokens", "4", "--rounds", "1", "--batch", "5",
           "--dtype", "float32", "--kinds", "open", "batch"])
     *lines, record = capsys.readouterr().out.splitlines()
