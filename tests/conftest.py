@@ -20,6 +20,7 @@ import pytest
 pytest.register_assert_rewrite("tests.harness")
 pytest_plugins = ("tests.harness.processes", "tests.harness.skips")
 
+from tests.harness import forked  # noqa: E402
 from tests.harness import world as harness  # noqa: E402
 from tests.harness.client import Client  # noqa: E402
 from tests.harness.requests import request  # noqa: E402
@@ -160,7 +161,7 @@ def rehearsal_of_gpu_tests():
 def open_files() -> set[str]:
     """The open files and sockets of this process, without devices, pipes, and files under /proc and /sys."""
     found = set()
-    for number in os.listdir("/proc/self/fd"):
+    for number in set(os.listdir("/proc/self/fd")) - {str(forked.descriptor())}:
         with contextlib.suppress(OSError):                       # the descriptor of listdir is already closed
             target = os.readlink(f"/proc/self/fd/{number}")
             if target.startswith("socket:") or (target[0] == "/" and not target.startswith(("/dev", "/proc", "/sys"))):

@@ -15,6 +15,7 @@ from pathlib import Path
 import redis
 
 from batch_manager import FinishReason, InferenceRequest
+from tests.harness import forked
 from tests.harness.ports import free_port
 from tests.resume.random_requests import outcomes
 
@@ -64,11 +65,11 @@ class Server:
 class WorkerProcess:
     """A worker process, with its log in a file."""
 
-    def __init__(self, server: Server, name: str, *options: str) -> None:
+    def __init__(self, server: Server, name: str, *options: str, start: type = forked.Popen) -> None:
         self.others = {each["id"] for each in server.client.client_list()}
         self.name, self.log_path = name, server.folder / f"{name}-{time.monotonic_ns()}.log"
         with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [sys.executable, REPOSITORY / "examples" / "redis_worker.py", "--model", MODEL, "--redis", server.url,
                  "--consumer", name, "--in-flight", "4", "--lease", "2", "--threads", "1", "--dtype", "float32",
                  "--deterministic", *options],

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import forked
+
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
@@ -161,7 +163,7 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
     model = request.getfixturevalue(kind)
 
     def answer(prompt, stdin=None):
-        done = subprocess.run([*CHAT, model, "--prompt", prompt, "--max-tokens", "20", "--temperature", "0"],
+        done = forked.run([*CHAT, model, "--prompt", prompt, "--max-tokens", "20", "--temperature", "0"],
                               env=environment(), input=stdin, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
@@ -173,7 +175,7 @@ def test_one_question_in_a_pipe_prints_the_answer_and_nothing_else(kind, request
 def test_what_stdin_may_hold(model):
     """A final line end of a prompt from stdin is dropped, invalid bytes are replaced, an empty prompt is refused."""
     def answer(stdin, *arguments, closed=False, **more):
-        return subprocess.run([*CHAT, model, "--max-tokens", "20", "--temperature", "0", *arguments], timeout=120,
+        return forked.run([*CHAT, model, "--max-tokens", "20", "--temperature", "0", *arguments], timeout=120,
                               **{"input": stdin} if not closed else {"preexec_fn": lambda: os.close(0)},
                               env=environment(PYTHONIOENCODING="utf-8:strict", **more), capture_output=True)
 
@@ -191,7 +193,7 @@ def test_what_stdin_may_hold(model):
 
 def test_a_full_disk_is_told_in_one_line(model):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*CHAT, model, "--prompt", "Hello", "--max-tokens", "4"], env=environment(), stdout=full,
+        done = forked.run([*CHAT, model, "--prompt", "Hello", "--max-tokens", "4"], env=environment(), stdout=full,
                               stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2 and re.fullmatch("chat: .*No space left on device; direct it elsewhere\n", done.stderr)
 
@@ -199,7 +201,7 @@ def test_a_full_disk_is_told_in_one_line(model):
 def test_a_long_prompt_is_computed_in_steps(model):
     """A step computes at most 512 tokens of a prompt, because Ctrl-C waits for the running step."""
     questions = "Who is Emma? " * 150 + "\n/stats\n"
-    done = subprocess.run([*CHAT, model, "--max-tokens", "2"], env=environment(), input=questions, text=True,
+    done = forked.run([*CHAT, model, "--max-tokens", "2"], env=environment(), input=questions, text=True,
                           capture_output=True, timeout=120)
     iterations = re.search(r"Iteration Counter +(\d+)", done.stdout)
     tokens = re.search(r"of (\d+) tokens of the conversation", done.stdout)
@@ -208,7 +210,7 @@ def test_a_long_prompt_is_computed_in_steps(model):
 
 
 def test_a_reader_that_goes_ends_it_quietly(model):
-    process = subprocess.Popen([*CHAT, model, "--prompt", "Tell me all", "--max-tokens", "1900"], env=environment(),
+    process = forked.Popen([*CHAT, model, "--prompt", "Tell me all", "--max-tokens", "1900"], env=environment(),
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1)
     process.stdout.close()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import forked
+
 pytest.importorskip("tokenizers")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,6 +43,6 @@ def test_a_model_without_end_ids_generates_up_to_the_length(tmp_path):
         fields = json.loads((model / name).read_text())
         del fields["eos_token_id"]
         (model / name).write_text(json.dumps(fields))
-    result = subprocess.run([sys.executable, EXAMPLE, model], capture_output=True, text=True, encoding="utf-8",
+    result = forked.run([sys.executable, EXAMPLE, model], capture_output=True, text=True, encoding="utf-8",
                             timeout=120)
     assert (result.returncode, result.stderr) == (0, "") and "[2] The ball" in result.stdout

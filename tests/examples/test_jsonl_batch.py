@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import forked
+
 pytest.importorskip("tokenizers", reason="NOT RUN: the extra [text] is not installed")
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +26,7 @@ def command(folder, *options):
 
 
 def run(folder, *options):
-    return subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120)
+    return forked.run(command(folder, *options), capture_output=True, text=True, timeout=120)
 
 
 def lines(folder):
@@ -72,7 +74,7 @@ def stopped_in_the_middle(process, folder):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
     write(tmp_path, ROWS)
-    with subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True) as process:
         stopped_in_the_middle(process, tmp_path)
         process.send_signal(number)                           # SIGTERM arrives when the process continues
         process.send_signal(signal.SIGCONT)
@@ -154,7 +156,7 @@ def test_the_input_is_no_output_and_what_is_missing_is_named(tmp_path):
 
 def test_a_model_that_is_not_there_is_named_without_a_stack(tmp_path):
     write(tmp_path, ROWS)
-    done = subprocess.run([*command(tmp_path)[:4], "--model", "openai-community/gpt2"], cwd=tmp_path, env=ENVIRONMENT,
+    done = forked.run([*command(tmp_path)[:4], "--model", "openai-community/gpt2"], cwd=tmp_path, env=ENVIRONMENT,
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("jsonl_batch: ") and done.stderr.count("\n") == 1
     assert "hf download" in done.stderr and lines(tmp_path) == []

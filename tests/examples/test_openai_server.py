@@ -30,6 +30,7 @@ from batch_manager.extras.openai.responses import LARGEST_BODY  # noqa: E402
 from batch_manager.extras.openai.server import FewAlike  # noqa: E402
 from batch_manager.extras.tokenizer import load_tokenizer  # noqa: E402
 from batch_manager.tools import serve  # noqa: E402
+from tests.harness import forked  # noqa: E402
 from tests.harness.ports import free_port  # noqa: E402
 from tests.harness.waiting import until  # noqa: E402
 
@@ -54,12 +55,12 @@ runpy.run_module("batch_manager.tools", run_name="__main__", alter_sys=True)
 class Server:
     """A server process and its log."""
 
-    def __init__(self, folder, log, *options, program=("-m", "batch_manager.tools", "serve")):
+    def __init__(self, folder, log, *options, program=("-m", "batch_manager.tools", "serve"), start=forked.Popen):
         command = [sys.executable, *program, str(folder), "--port", "0", "--num-threads", "1", *options]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.log = log
         with log.open("wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            self.process = start(command, stdout=file, stderr=file, env=environment)
         deadline = time.monotonic() + 120
         while not (found := re.search(r"running on (http://127\.0\.0\.1:\d+)", log.read_text())):
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -122,7 +123,7 @@ def server(folder, tmp_path_factory):
     events = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": replay}
     server = Server(folder, tmp_path_factory.mktemp("logs") / "log", "--max-batch-size", "8", "--max-queued-requests",
                     "16", "--allowed-origins", ORIGIN, "--disk-cache-path", str(disk), "--disk-cache-size", "50000000",
-                    "--kv-events-config", json.dumps(events))
+                    "--kv-events-config", json.dumps(events), start=subprocess.Popen)
     server.disk, server.replay = disk, replay
     yield server
     server.end()
@@ -480,7 +481,7 @@ def test_sigterm_drains_with_a_limit(folder, tmp_path):
 
 
 def test_a_start_up_that_is_refused_says_what_to_do_without_a_stack(tmp_path):
-    ended = subprocess.run([sys.executable, SERVER, "nowhere", "--port", "0"], cwd=tmp_path, capture_output=True,
+    ended = forked.run([sys.executable, SERVER, "nowhere", "--port", "0"], cwd=tmp_path, capture_output=True,
                            env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True, timeout=60)
     assert ended.returncode == 2 and "pass an existing path" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -562,7 +563,7 @@ def test_a_start_up_that_fails_for_another_reason_has_another_status(tmp_path):
     code = ("import runpy, sys; from batch_manager.aio import AsyncEngine; AsyncEngine.start = lambda *_, **__: 1 / 0; "
             f"sys.argv = ['', '--model', 'nowhere', '--port', '0']; runpy.run_path({str(SERVER)!r}, None, '__main__')")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
+    ended = forked.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
                            timeout=60)
     assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr
 

@@ -15,6 +15,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 
 from batch_manager.testing.scripted_backend import ScriptedBackend  # noqa: E402
+from tests.harness import forked  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "examples" / "quickstart.py"
@@ -51,7 +52,7 @@ def job(client):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    process = subprocess.Popen([sys.executable, QUICKSTART, "--max-new-tokens", "4"], stdout=subprocess.PIPE,
+    process = forked.Popen([sys.executable, QUICKSTART, "--max-new-tokens", "4"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.stdout.close()

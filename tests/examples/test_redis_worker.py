@@ -7,6 +7,7 @@ import importlib
 import json
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -326,7 +327,7 @@ def test_a_worker_whose_engine_is_not_well_leaves_its_entries(server, health):
 @pytest.fixture(scope="module")
 def survivor(server):
     """A worker that is never disturbed. Its log is checked at the end."""
-    worker = WorkerProcess(server, "survivor")
+    worker = WorkerProcess(server, "survivor", start=subprocess.Popen)
     worker.wait_until_it_serves()
     yield worker
     assert worker.end() == 0

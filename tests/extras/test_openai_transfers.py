@@ -27,6 +27,7 @@ from batch_manager.extras.openai.application import engine_params  # noqa: E402
 from batch_manager.extras.openai.fields import read_body  # noqa: E402
 from batch_manager.extras.openai.transfers import options_of_json  # noqa: E402
 from examples.disaggregated_proxy import make_app  # noqa: E402
+from tests.harness import forked  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, " * 8
@@ -128,7 +129,7 @@ def server(role, **config):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"load_timeout_s": 20}, **config}
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "batch_manager.tools", "serve", str(MODEL), "--port", str(port), "--max-batch-size", "4",
          "--kv-transfer-config", json.dumps(config)], stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -32,6 +32,7 @@ from batch_manager.tools.bench.saturation import SUSTAINED_SHARE, find_saturatio
 from batch_manager.tools.bench.summary import load_words
 from batch_manager.tools.request_spans import CLIENT, lives
 from batch_manager.tools.workload import Lengths, make_workload
+from tests.harness import forked
 
 TEN = make_workload(count=10, vocab_size=1000, prompts=Lengths(20, 0.5, 4, 60), outputs=Lengths(6, 0.5, 2, 12))
 LONG = make_workload(count=4, vocab_size=1000, prompts=Lengths(8, 0.1, 4, 9), outputs=Lengths(300, 0.1, 200, 400))
@@ -393,7 +394,7 @@ def test_options_that_do_not_fit_the_workload_or_the_model_are_refused_once(give
 def test_a_reader_that_goes_costs_no_file(tmp_path):
     workload = dict(TEN, requests=TEN["requests"][:2], n=2)
     (tmp_path / "w.json").write_text(json.dumps(workload))
-    process = subprocess.Popen([sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "w.json", "--out",
+    process = forked.Popen([sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "w.json", "--out",
                                 "r.json", "--warm-up", "0", "--tokens-per-block", "8", "--quiet"], cwd=tmp_path,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
@@ -419,7 +420,7 @@ def test_results_of_other_versions_are_refused_by_name(tmp_path):
 
 def test_ctrl_c_ends_the_engine_and_says_what_was_measured(tmp_path):
     Path(tmp_path / "long.json").write_text(json.dumps(LONG))
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "long.json", "--out", "r.json",
          "--warm-up", "0", "--tokens-per-block", "8", "--log-iteration-data"], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -27,6 +27,7 @@ from batch_manager.tools.inspect import (  # noqa: E402
     inspect_model,
     main,
 )
+from tests.harness import forked  # noqa: E402
 from tests.tools.test_shared_options import parser_of  # noqa: E402
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "austen-4m"
@@ -165,7 +166,7 @@ def test_a_reader_that_goes_and_a_full_disk_are_no_crash():
         for out, status, told in ((pipe, 0, ""),
                                   (full, 2, "batch-manager inspect: the standard output cannot be written: No space "
                                             "left on device; direct it elsewhere\n")):
-            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+            done = forked.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
             assert (done.returncode, done.stderr) == (status, told)
 
 
