@@ -60,8 +60,10 @@ ALIKE = {**BUSY, "shares_prefix": 0.9, "salted": 0.5}
 class Bug:
     """A bug and the configurations of the simulator that find it.
 
-    failure   the number of a known failure, or how the bug was found
-    needs     the feature of the engine without which the bug cannot occur, if any
+    failure      the number of a known failure, or how the bug was found
+    needs        the feature of the engine without which the bug cannot occur, if any
+    first_seed   where the search begins: at a seed that finds it, if the first few do not. The search goes on with
+                 all others
     """
 
     name: str
@@ -71,6 +73,7 @@ class Bug:
     traffic: dict[str, Any] = field(default_factory=lambda: BUSY)
     faults: tuple[str, ...] = ()
     needs: str | None = None
+    first_seed: int = 0
 
 
 def same_block_twice_in_one_release(patch) -> None:

@@ -26,7 +26,7 @@ SECONDS_TO_LEAVE = 3.0
 
 def swarms(bug: Bug) -> Iterator[Swarm]:
     """Yield the random configuration of each of SEEDS, limited to configurations that the bug affects."""
-    for seed in SEEDS:
+    for seed in (*SEEDS[bug.first_seed:], *SEEDS[:bug.first_seed]):
         swarm = draw(seed, available(), ITERATIONS)
         fixed = {"max_queued_requests": 20, "max_queued_tokens": 4_000_000, "max_bytes_in_flight": 1 << 32,
                  "max_admissions": 4096, "reuse": False, "window": None, "sinks": 0, "host_blocks": 0,
