@@ -34,7 +34,7 @@ from typing import Any
 from .waiting import until
 
 IMPORTED = ("batch_manager.runtime.build_backend", "batch_manager.gpt_manager", "batch_manager.extras.async_llm",
-            "torch.distributed", "tokenizers", "transformers")
+            "torch.distributed", "tokenizers")
 READ_EARLY = ("ATEN", "CUDA", "GOMP", "HF_", "HOME", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "NVIDIA", "OMP",
               "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON", "XDG")       # beginnings of names
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
