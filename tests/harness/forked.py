@@ -37,18 +37,18 @@ IMPORTED = ("batch_manager.runtime.build_backend", "batch_manager.gpt_manager", 
             "torch.distributed", "tokenizers")
 READ_EARLY = ("ATEN", "CUDA", "GOMP", "HF_", "HOME", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "NVIDIA", "OMP",
               "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON", "XDG")       # beginnings of names
+LATER = ("PYTHONPATH", "PYTHONIOENCODING", "PYTHONBREAKPOINT")     # a fork puts the first two into effect
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 120                   # until the process that forks has imported everything and answers
 
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONIOENCODING")}
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LATER}
 _EXECUTE = subprocess.Popen._execute_child
 
 
 def read_early(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that a forked program cannot have in other values."""
-    return {name: value for name, value in environment.items()
-            if name.startswith(READ_EARLY) and name not in ("PYTHONPATH", "PYTHONIOENCODING")}
+    return {name: value for name, value in environment.items() if name.startswith(READ_EARLY) and name not in LATER}
 
 
 class _Server:

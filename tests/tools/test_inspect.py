@@ -163,10 +163,11 @@ def test_a_reader_that_goes_and_a_full_disk_are_no_crash():
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe, open("/dev/full", "w") as full:
-        for out, status, told in ((pipe, 0, ""),
-                                  (full, 2, "batch-manager inspect: the standard output cannot be written: No space "
-                                            "left on device; direct it elsewhere\n")):
-            done = forked.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+        for run, out, status, told in (
+                (forked.run, pipe, 0, ""),
+                (subprocess.run, full, 2, "batch-manager inspect: the standard output cannot be written: No space left "
+                                          "on device; direct it elsewhere\n")):
+            done = run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
             assert (done.returncode, done.stderr) == (status, told)
 
 
