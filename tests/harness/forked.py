@@ -42,7 +42,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 120                   # until the process that forks has imported everything and answers
 
-_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LATER}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LATER}
 _EXECUTE = subprocess.Popen._execute_child
 
 
@@ -58,7 +58,7 @@ class _Server:
         self.connection, theirs = socket.socketpair()
         self.lock = threading.Lock()
         self.process = subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], cwd=REPOSITORY,
-                                        env=_ENVIRONMENT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                                        env=ENVIRONMENT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self.connection.settimeout(SECONDS)
 
@@ -107,7 +107,7 @@ class Popen(subprocess.Popen):
                 or program[0].startswith("-") > takes or options["shell"] or options["preexec_fn"]
                 or not all(isinstance(item, str) for pair in environment.items() for item in pair)
                 or options["umask"] >= 0 or any(options[name] is not None for name in ("gid", "gids", "uid"))
-                or read_early(environment) != read_early(_ENVIRONMENT)):
+                or read_early(environment) != read_early(ENVIRONMENT)):
             super()._execute_child(*given)
             return
 
