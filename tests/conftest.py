@@ -117,6 +117,10 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
+def pytest_collection_finish(session):
+    forked.take_environment()
+
+
 def pytest_unconfigure(config):
     gc.unfreeze()                       # libraries check for leaks when the process ends
 

@@ -55,7 +55,7 @@ class Measurement:
         assert disk is None or figures["External Hit Tokens"] == 0
         return took, process_time() - spent
 
-    def gaps(self, disk: Path, on_disk: list[list[int]], loaded_first: bool) -> dict[str, float]:
+    def gaps(self, disk: Path, stored: list[list[int]], loaded_first: bool) -> dict[str, float]:
         """Return the 99th percentile of the seconds between two tokens of running requests, by what comes meanwhile.
 
         Both kinds of prompts come in one engine, because the place of the weights in memory makes one engine up to a
@@ -74,7 +74,7 @@ class Measurement:
         for first_id, is_loaded in ((2000, loaded_first), (3000, not loaded_first)):
             before = json.loads(engine.records[-1])["External Hit Tokens"]
             engine.ask(first_id, draw(options.streams, BLOCK), options.stream_output)
-            for number, prompt in enumerate(on_disk if is_loaded else cached):
+            for number, prompt in enumerate(stored if is_loaded else cached):
                 sleep(options.every)
                 engine.ask(first_id + 100 + number, [[*prompt, *draw(1, BLOCK)[0]]], 2)
             engine.wait()

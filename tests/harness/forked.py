@@ -37,13 +37,19 @@ IMPORTED = ("batch_manager.runtime.build_backend", "batch_manager.gpt_manager", 
             "torch.distributed", "tokenizers")
 READ_EARLY = ("ATEN", "CUDA", "GOMP", "HF_", "HOME", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "NVIDIA", "OMP",
               "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON", "XDG")       # beginnings of names
-LATER = ("PYTHONPATH", "PYTHONIOENCODING", "PYTHONBREAKPOINT")     # a fork puts the first two into effect
+LATER = ("PYTHONPATH", "PYTHONIOENCODING",                         # a fork puts them into effect
+         "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR")            # read when they are needed
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 120                   # until the process that forks has imported everything and answers
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in LATER}
+_environment: dict[str, str] = {}
 _EXECUTE = subprocess.Popen._execute_child
+
+
+def take_environment() -> None:
+    """Begin forks with the variables of this process as they are now: when all tests are imported, which sets some."""
+    _environment.update({name: value for name, value in os.environ.items() if name not in LATER})
 
 
 def read_early(environment: dict[str, str]) -> dict[str, str]:
@@ -58,7 +64,7 @@ class _Server:
         self.connection, theirs = socket.socketpair()
         self.lock = threading.Lock()
         self.process = subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], cwd=REPOSITORY,
-                                        env=ENVIRONMENT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+                                        env=_environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self.connection.settimeout(SECONDS)
 
@@ -107,7 +113,7 @@ class Popen(subprocess.Popen):
                 or program[0].startswith("-") > takes or options["shell"] or options["preexec_fn"]
                 or not all(isinstance(item, str) for pair in environment.items() for item in pair)
                 or options["umask"] >= 0 or any(options[name] is not None for name in ("gid", "gids", "uid"))
-                or read_early(environment) != read_early(ENVIRONMENT)):
+                or read_early(environment) != read_early(_environment)):
             super()._execute_child(*given)
             return
 

@@ -72,7 +72,7 @@ def test_modules_are_there_and_their_variables_force_a_start():
     code = "import sys; print('torch' in sys.modules)"
     for environment, is_forked in (({}, True), ({"SAID": "1"}, True), ({"TRITON_INTERPRET": "1"}, False),
                                    ({"PYTHONBREAKPOINT": "a.b"}, True)):                     # Ray sets it
-        found = forked.run([sys.executable, "-c", code], env={**forked.ENVIRONMENT, **environment}, capture_output=True,
+        found = forked.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True,
                            text=True, timeout=300)
         assert found.stdout == f"{is_forked}\n"
     for command in ([sys.executable, "-u", "-c", code], "echo False"):

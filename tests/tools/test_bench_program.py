@@ -395,8 +395,8 @@ def test_a_reader_that_goes_costs_no_file(tmp_path):
     workload = dict(TEN, requests=TEN["requests"][:2], n=2)
     (tmp_path / "w.json").write_text(json.dumps(workload))
     process = forked.Popen([sys.executable, "-c", SCRIPTED, "--model", "none", "--workload", "w.json", "--out",
-                                "r.json", "--warm-up", "0", "--tokens-per-block", "8", "--quiet"], cwd=tmp_path,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            "r.json", "--warm-up", "0", "--tokens-per-block", "8", "--quiet"], cwd=tmp_path,
+                           text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.stdout.close()
     assert process.wait(timeout=120) == 0 and process.stderr.read() == ""

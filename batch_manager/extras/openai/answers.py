@@ -217,7 +217,7 @@ class Answer:
             text = self._parsed_output(prompt_ids)
         else:
             text = GeneratedText(self._service.tokenizer, prompt_ids, sampling.stop, ends_in_stop_words=bool(ends))
-        options |= {"priority": sampling.priority, "arrival_time": self._arrived, "adapter": self._adapter,
+        options |= {**sampling.request_options, "arrival_time": self._arrived, "adapter": self._adapter,
                     "request_type": self._parsed.request_type}
         if self._parsed.context_phase is not None:
             tensors["context_phase_params"] = self._parsed.context_phase.to_array()
