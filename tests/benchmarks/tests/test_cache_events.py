@@ -15,4 +15,4 @@ def test_the_program_prints_a_line_of_json_for_each_way(capsys):
     dropped, published = map(json.loads, capsys.readouterr().out.splitlines())
     assert (dropped["events are"], published["events are"]) == ("dropped", "published")
     assert dropped.keys() == published.keys() and dropped["events"] == published["events"] > 0
-    assert dropped["reader_us"] < published["reader_us"] and dropped["iteration_us"] > 0
+    assert dropped["iteration_us"] > 0 and published["reader_us"] > 0
