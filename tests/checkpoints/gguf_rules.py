@@ -146,7 +146,14 @@ def wrong(data: bytes, honest: Collection[bytes], outcome: Any) -> tuple[str, li
 
 
 def _wrong_numbers(file: File, spec: Any) -> list[str]:
-    architecture, says = file.metadata["general.architecture"], file.metadata.get
+    architecture = file.metadata["general.architecture"]
+
+    def says(key: str, default: Any = None) -> Any:
+        value = file.metadata.get(key, default)
+        numbers = set(value) if isinstance(value, list) and len(value) == file.metadata.get(
+            f"{architecture}.block_count") else set()
+        return numbers.pop() if len(numbers) == 1 and all(type(each) is int for each in value) else value
+
     heads = says(f"{architecture}.attention.head_count")
     size = says(f"{architecture}.attention.key_length", says(f"{architecture}.embedding_length") // heads)
     norm = "layer_norm_epsilon" if architecture == "gpt2" else "layer_norm_rms_epsilon"
