@@ -116,6 +116,7 @@ INLINE integers add_bytes(int type, integers sums, signed_pairs *some, int i, wo
     signed_pairs found = (signed_pairs)_mm512_maddubs_epi16(levels, four);
 #endif
     *some = i & last ? *some + found : found;
+    SUM_NOW(*some);
     return (i & last) == last ? add_word_pairs(sums, (pairs)*some, all_integers(0x10001)) : sums;
 #else
     uint32_t upper = (uint32_t)(x >> 8 & 0xff00ff), lower = (uint32_t)(x & 0xff00ff);
@@ -331,10 +332,10 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
         {TYPE##_1x1_BYTES, TYPE##_4x1_BYTES, TYPE##_8x1_BYTES}}};
 #else
 #define KERNELS_OF(TYPE)                                                                                              \
-    PANEL_KERNEL(TYPE, 1, 1, FLOAT32) PANEL_KERNEL(TYPE, 2, 1, FLOAT32)                                               \
+    PANEL_KERNEL(TYPE, 1, 1, FLOAT32) PANEL_KERNEL(TYPE, 4, 1, FLOAT32)                                               \
     PANEL_KERNEL(TYPE, 1, 1, BFLOAT16) PANEL_KERNEL(TYPE, 4, 1, BFLOAT16)                                             \
     PANEL_KERNEL(TYPE, 1, 1, BYTES) PANEL_KERNEL(TYPE, 4, 1, BYTES)                                                   \
-    static const PanelKernels TYPE##_kernels = {{{TYPE##_1x1_FLOAT32, TYPE##_2x1_FLOAT32},                            \
+    static const PanelKernels TYPE##_kernels = {{{TYPE##_1x1_FLOAT32, TYPE##_4x1_FLOAT32},                            \
                                                  {TYPE##_1x1_BFLOAT16, TYPE##_4x1_BFLOAT16},                          \
                                                  {TYPE##_1x1_BYTES, TYPE##_4x1_BYTES}}};
 #endif

@@ -146,21 +146,32 @@ typedef int16_t shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint16_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int16_t signed_pairs __attribute__((vector_size(4 * LANES), aligned(4)));
 
+/* Has a sum of products in its register now. GCC would compute all products first, and write them to memory. */
+#if defined(__x86_64__)
+#define SUM_NOW(sum) __asm__("" : "+v"(sum))
+#elif defined(__aarch64__)
+#define SUM_NOW(sum) __asm__("" : "+w"(sum))
+#else
+#define SUM_NOW(sum) ((void)0)
+#endif
+
 /* sums + the products of two words of x with the pairs of words of W. */
 INLINE integers add_word_pairs(integers sums, pairs w, integers x) {
 #if defined(__AVX512VNNI__)
     return (integers)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
 #elif LANES == 16 && defined(__AVX512BW__)
-    return sums + (integers)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+    sums += (integers)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif LANES == 8
-    return sums + (integers)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+    sums += (integers)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #elif defined(__SSE2__)
     typedef int16_t eight __attribute__((vector_size(16)));
-    return sums + (integers)__builtin_ia32_pmaddwd128((eight)w, (eight)x);
+    sums += (integers)__builtin_ia32_pmaddwd128((eight)w, (eight)x);
 #else
-    return sums + ((integers)((words)w << 16) >> 16) * ((integers)((words)x << 16) >> 16)
-           + ((integers)w >> 16) * (x >> 16);
+    sums += ((integers)((words)w << 16) >> 16) * ((integers)((words)x << 16) >> 16)
+            + ((integers)w >> 16) * (x >> 16);
 #endif
+    SUM_NOW(sums);
+    return sums;
 }
 
 /* ---------------------------------------------------------------- rows of x */
@@ -340,5 +351,5 @@ static const struct { int rows, panels, min_row; } kernel_sizes[3][4] = {
     {{1, 1, 0}, {2, 1, 0}, {4, 2, 0}, {}}, {{1, 1, 0}, {4, 1, 0}, {8, 1, 0}, {8, 2, 8}},
     {{1, 1, 0}, {4, 1, 0}, {8, 1, 0}, {}}};
 #else
-    {{1, 1, 0}, {2, 1, 0}, {}, {}}, {{1, 1, 0}, {4, 1, 0}, {}, {}}, {{1, 1, 0}, {4, 1, 0}, {}, {}}};
+    {{1, 1, 0}, {4, 1, 0}, {}, {}}, {{1, 1, 0}, {4, 1, 0}, {}, {}}, {{1, 1, 0}, {4, 1, 0}, {}, {}}};
 #endif
