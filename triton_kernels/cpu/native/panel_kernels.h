@@ -96,13 +96,18 @@ INLINE int lines_in_words(int type) {
     return most < 8 / scales_per_block(type) ? most : 8 / scales_per_block(type);
 }
 
-/* sums + the products of line i of levels and four bytes of x. Without an instruction for this, `some` keeps the sums
-   of two products in words, until lines_in_words lines are added. */
+/* sums + words, each the sum of two products of bytes. `some` keeps them until there are those of `lines` lines. */
+INLINE integers add_words(integers sums, signed_pairs *some, int i, int lines, signed_pairs found) {
+    *some = i % lines ? *some + found : found;
+    SUM_NOW(*some);
+    return i % lines == lines - 1 ? add_word_pairs(sums, (pairs)*some, all_integers(0x10001)) : sums;
+}
+
+/* sums + the products of line i of levels and four bytes of x. */
 INLINE integers add_bytes(int type, integers sums, signed_pairs *some, int i, words w, int32_t x) {
 #if HAS_BYTE_PRODUCTS
     return add_byte_products(sums, unsigned_levels(type, w), (words)all_integers(x));
 #elif LANES == 8 || defined(__AVX512BW__)
-    const int last = lines_in_words(type) - 1;
 #if LANES == 8
     __m256i four = _mm256_set1_epi32(x), levels = (__m256i)w;
     if (is_signed(type)) four = _mm256_sign_epi8(four, levels), levels = _mm256_abs_epi8(levels);
@@ -115,9 +120,7 @@ INLINE integers add_bytes(int type, integers sums, signed_pairs *some, int i, wo
     }
     signed_pairs found = (signed_pairs)_mm512_maddubs_epi16(levels, four);
 #endif
-    *some = i & last ? *some + found : found;
-    SUM_NOW(*some);
-    return (i & last) == last ? add_word_pairs(sums, (pairs)*some, all_integers(0x10001)) : sums;
+    return add_words(sums, some, i, lines_in_words(type), found);
 #else
     uint32_t upper = (uint32_t)(x >> 8 & 0xff00ff), lower = (uint32_t)(x & 0xff00ff);
     integers odd = (integers)((signed_pairs)(all_integers((int32_t)(upper << 8))) >> 8);
@@ -126,6 +129,14 @@ INLINE integers add_bytes(int type, integers sums, signed_pairs *some, int i, wo
     return add_word_pairs(sums, (pairs)((signed_pairs)w >> 8), odd);
 #endif
 }
+
+#if LANES == 8
+/* The lower bytes, or the upper ones, of four words of x, which line i of levels is multiplied with. */
+INLINE __m256i bytes_of_words(const int16_t *x, int i, int are_upper) {
+    __m256i eight = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(x + i / 2 * 8)));
+    return _mm256_shuffle_epi8(eight, _mm256_set1_epi32((i % 2 ? 0x0e060c04 : 0x0a020800) + are_upper * 0x01010101));
+}
+#endif
 
 typedef struct { floats scale[2], minimum[2]; } Scales;
 
@@ -189,22 +200,25 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
        levels take half the instructions to unpack, and second words half the products. For more rows of bfloat16 than
        one, adding up two sums takes longer. */
     const int is_in_bytes = HAS_BYTE_PRODUCTS && (row_type == FLOAT32 || (row_type == BFLOAT16 && R == 1));
+    /* With AVX2, only for a single row of float32: for more, the bytes would have to be at hand. */
+    const int takes_bytes = LANES == 8 && row_type == FLOAT32 && R == 1 && !is_signed(type);
+    const int V = R == 1 && PARTS > 1 ? 2 : 1, Q = P * V;          /* vectors of a panel, and all; they share x, too */
     const int offset = offset_of(type) + (row_type == BYTES && HAS_BYTE_PRODUCTS && is_signed(type) ? 128 : 0);
     PreparedRow from[MAX_QUANTISED_ROWS];
     for (int r = 0; r < R; r++) from[r] = prepared_row(x + r * row_bytes, m->inputs, row_type);
-    for (int v = 0; v < PARTS; v++) {
+    for (int v = 0; v < PARTS; v += V) {
         floats sums[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS];
         UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int q = 0; q < P; q++) sums[r][q] = all(0);
+            UNROLLED for (int q = 0; q < Q; q++) sums[r][q] = all(0);
         Factors factors[MAX_QUANTISED_PANELS] = {};
         int64_t next_factors = factors_at(type, blocks), next_block = 0;       /* next_block has other factors */
         for (int64_t b = 0; b < blocks; b++) {
             if ((is_k(type) || in_groups(type)) && b == next_block) {
-                UNROLLED for (int q = 0; q < P; q++) {
-                    const uint8_t *here = first + q * panel_bytes + next_factors;
-                    factors[q] = factors_of(type, part, here, v * LANES);
+                UNROLLED for (int q = 0; q < Q; q++) {
+                    const uint8_t *here = first + q / V * panel_bytes + next_factors;
+                    factors[q] = factors_of(type, part, here, (v + q % V) * LANES);
                     /* Those of the next panels are not in the stream of levels: each panel would wait for them. */
-                    if (v == 0) prefetch_soon(here + P * panel_bytes);
+                    if (v + q % V == 0) prefetch_soon(here + P * panel_bytes);
                 }
                 next_factors += factor_bytes(part), next_block += shared;
             }
@@ -212,18 +226,18 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
             if (P > 1 && levels_at(type, b) + ahead >= panel_bytes) ahead += (P - 1) * panel_bytes;
             const uint8_t *levels[MAX_QUANTISED_PANELS];
             Scales s[MAX_QUANTISED_PANELS];
-            UNROLLED for (int q = 0; q < P; q++) {
-                const uint8_t *start = first + q * panel_bytes;
+            UNROLLED for (int q = 0; q < Q; q++) {
+                const uint8_t *start = first + q / V * panel_bytes;
                 levels[q] = start + levels_at(type, b);
-                if (v == 0) {
+                if (v + q % V == 0) {
                     UNROLLED for (int i = 0; i < level_bits(type); i++)
                         prefetch_ahead(levels[q] + i * LINE_BYTES, ahead, R == 1);
                     if (line_bytes(type) && b % blocks_per_line(type) == 0)
                         prefetch_ahead(levels[q] - LINE_BYTES, ahead, R == 1);
                 }
-                levels[q] += v * LANES * 4;
+                levels[q] += (v + q % V) * LANES * 4;
                 const int lane_bytes = is_k(type) ? 1 : 2;
-                s[q] = scales_of(type, start + scales_at(type, b) + v * LANES * lane_bytes, factors[q]);
+                s[q] = scales_of(type, start + scales_at(type, b) + (v + q % V) * LANES * lane_bytes, factors[q]);
             }
             UNROLLED for (int half = 0; half < scales_per_block(type); half++) {
                 integers found[MAX_QUANTISED_ROWS][2][MAX_QUANTISED_PANELS];
@@ -232,7 +246,7 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                         const RowBlock *block = block_of(&from[r], b, row_type);
                         const int32_t first = w ? block->second_sums[0] : block->sums[0];
                         const int32_t second = w ? block->second_sums[1] : block->sums[1];
-                        UNROLLED for (int q = 0; q < P; q++) {
+                        UNROLLED for (int q = 0; q < Q; q++) {
                             if (in_groups(type))
                                 found[r][w][q] = (-offset - factors[q].zero) * all_integers(first + second);
                             else if (row_type == BYTES && offset == 8) found[r][w][q] = all_integers(block->minus_8);
@@ -249,47 +263,68 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                     integers upper[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS] = {};
                     UNROLLED for (int i = half * count / 2; i < (half + 1) * count / 2; i++) {
                         words weights[MAX_QUANTISED_PANELS];
-                        UNROLLED for (int q = 0; q < P; q++) weights[q] = bytes_of_line(type, levels[q], i);
+                        UNROLLED for (int q = 0; q < Q; q++) weights[q] = bytes_of_line(type, levels[q], i);
                         UNROLLED for (int r = 0; r < R; r++) {
                             const int32_t *x0 = (const int32_t *)(from[r].words[num_words == 1] + b * BLOCK_INPUTS);
                             words low = (words)all_integers(x0[2 * i]), high = (words)all_integers(x0[2 * i + 1]);
-                            UNROLLED for (int q = 0; q < P; q++) {
+                            UNROLLED for (int q = 0; q < Q; q++) {
                                 found[r][0][q] = add_byte_products(found[r][0][q], low, weights[q]);
                                 upper[r][q] = add_byte_products(upper[r][q], unsigned_levels(type, weights[q]), high);
                             }
                             if (num_words == 1) continue;
                             const int32_t *x1 = (const int32_t *)(from[r].words[1] + b * BLOCK_INPUTS / 2);
                             words last = (words)all_integers(x1[i]);
-                            UNROLLED for (int q = 0; q < P; q++)
+                            UNROLLED for (int q = 0; q < Q; q++)
                                 found[r][1][q] = add_byte_products(found[r][1][q], last, weights[q]);
                         }
                     }
                     UNROLLED for (int r = 0; r < R; r++)
-                        UNROLLED for (int q = 0; q < P; q++) found[r][0][q] += upper[r][q] << 8;
+                        UNROLLED for (int q = 0; q < Q; q++) found[r][0][q] += upper[r][q] << 8;
+                } else if (takes_bytes) {
+#if LANES == 8
+                    const int16_t *x0 = from[0].words[0] + b * BLOCK_INPUTS, *x1 = from[0].words[1] + b * BLOCK_INPUTS;
+                    const int lines = lines_in_words(type), unsigned_lines = lines > 1 ? lines / 2 : 1;
+                    signed_pairs some[3][MAX_QUANTISED_PANELS];
+                    integers upper[MAX_QUANTISED_PANELS] = {};
+                    UNROLLED for (int i = half * count / 2; i < (half + 1) * count / 2; i++) {
+                        __m256i low = bytes_of_words(x0, i, 0), high = bytes_of_words(x0, i, 1);
+                        __m256i last = bytes_of_words(x1, i, 0);
+                        UNROLLED for (int q = 0; q < Q; q++) {
+                            __m256i w = (__m256i)bytes_of_line(type, levels[q], i);
+                            found[0][0][q] = add_words(found[0][0][q], &some[0][q], i, unsigned_lines,
+                                                       (signed_pairs)_mm256_maddubs_epi16(low, w));
+                            upper[q] = add_words(upper[q], &some[1][q], i, lines,
+                                                 (signed_pairs)_mm256_maddubs_epi16(w, high));
+                            found[0][1][q] = add_words(found[0][1][q], &some[2][q], i, unsigned_lines,
+                                                       (signed_pairs)_mm256_maddubs_epi16(last, w));
+                        }
+                    }
+                    UNROLLED for (int q = 0; q < Q; q++) found[0][0][q] += upper[q] << 8;
+#endif
                 } else if (row_type == BYTES) {
                     signed_pairs some[MAX_QUANTISED_ROWS][MAX_QUANTISED_PANELS];
                     UNROLLED for (int i = half * count / 2; i < (half + 1) * count / 2; i++) {
                         words weights[MAX_QUANTISED_PANELS];
-                        UNROLLED for (int q = 0; q < P; q++) weights[q] = bytes_of_line(type, levels[q], i);
+                        UNROLLED for (int q = 0; q < Q; q++) weights[q] = bytes_of_line(type, levels[q], i);
                         UNROLLED for (int r = 0; r < R; r++) {
                             int32_t four = ((const int32_t *)(block_of(&from[r], b, row_type) + 1))[i];
-                            UNROLLED for (int q = 0; q < P; q++)
+                            UNROLLED for (int q = 0; q < Q; q++)
                                 found[r][0][q] = add_bytes(type, found[r][0][q], &some[r][q], i, weights[q], four);
                         }
                     }
                 } else UNROLLED for (int p = half * count; p < (half + 1) * count; p++) {
                     pairs weights[MAX_QUANTISED_PANELS];
-                    UNROLLED for (int q = 0; q < P; q++) weights[q] = levels_of(type, levels[q], p);
+                    UNROLLED for (int q = 0; q < Q; q++) weights[q] = levels_of(type, levels[q], p);
                     UNROLLED for (int r = 0; r < R; r++)
                         UNROLLED for (int w = 0; w < num_words; w++) {
                             int32_t two;
                             memcpy(&two, from[r].words[w] + b * BLOCK_INPUTS + 2 * p, 4);
-                            UNROLLED for (int q = 0; q < P; q++)
+                            UNROLLED for (int q = 0; q < Q; q++)
                                 found[r][w][q] = add_word_pairs(found[r][w][q], weights[q], all_integers(two));
                         }
                 }
                 UNROLLED for (int r = 0; r < R; r++)
-                    UNROLLED for (int q = 0; q < P; q++) {
+                    UNROLLED for (int q = 0; q < Q; q++) {
                         floats total = __builtin_convertvector(found[r][0][q], floats);
                         if (num_words == 2)
                             total = fused(__builtin_convertvector(found[r][1][q], floats), all(0x1p-8f), total);
@@ -299,7 +334,7 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
             }
             if (has_minimum(type))
                 UNROLLED for (int r = 0; r < R; r++)
-                    UNROLLED for (int q = 0; q < P; q++)
+                    UNROLLED for (int q = 0; q < Q; q++)
                         for (int half = 0; half < (type == Q2_K ? 2 : 1); half++) {
                             const RowBlock *block = block_of(&from[r], b, row_type);
                             floats total = all(type == Q2_K ? block->totals[half] : block->total);
@@ -307,8 +342,8 @@ INLINE void multiply_panels(const int type, const int R, const int P, const int 
                         }
         }
         for (int r = 0; r < R; r++)
-            for (int q = 0; q < P; q++)
-                finish(m, t, row + r, (panel + q) * PANEL + v * LANES, sums[r][q] * m->factor);
+            for (int q = 0; q < Q; q++)
+                finish(m, t, row + r, (panel + q / V) * PANEL + (v + q % V) * LANES, sums[r][q] * m->factor);
     }
 }
 
