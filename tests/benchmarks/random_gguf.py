@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}          # the numbers of llama.cpp's enum llama_ftype
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "BF16": 32}   # the numbers of llama.cpp's enum llama_ftype
 QUANTISE = """
 import ctypes, sys
 import llama_cpp.llama_cpp as llama
