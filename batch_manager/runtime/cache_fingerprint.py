@@ -9,6 +9,7 @@ import torch
 
 from ..config import TrtGptModelOptionalParams
 from ..models.loading import LoadedModel
+from ..triton_kernels.cpu.native.library import loaded_library
 from ..weights.digest import content_digest
 
 VERSION = 1                      # of the layout of a block
@@ -22,7 +23,7 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
     files      `identities` of the checkpoint from before it was loaded
     dispatch   what computes the steps, see BackendInfo
 
-    With `deterministic`, also of machine, build of torch, threads and `dispatch`, on which the bits depend.
+    With `deterministic`, also of machine, build of torch, threads, `dispatch` and compiled code, on which bits depend.
     The function raises OSError, also if a file is not the one that was loaded.
     """
     kv = params.kv_cache_config
@@ -36,6 +37,8 @@ def cache_fingerprint(files: Mapping[Path, tuple[int, ...]], params: TrtGptModel
     if params.deterministic:
         facts += [loaded.device.type, platform.machine(), platform.processor(), torch.__version__, num_threads,
                   dispatch, torch.backends.cpu.get_cpu_capability()]
+        if dispatch == "compiled" and (library := loaded_library()) is not None:
+            facts.append(library.identity)
 
     def digest() -> bytes:
         content = content_digest(files, kv.disk_cache_path, may_write=not kv.disk_cache_read_only)

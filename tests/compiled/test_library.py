@@ -228,7 +228,7 @@ def test_four_processes_that_start_together_compile_once(cache, source, tmp_path
     monkeypatch.setenv("CC", str(compiler))
     processes = [subprocess.Popen([sys.executable, "-c", LOAD, source], stdout=subprocess.PIPE, text=True)
                  for _ in range(4)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["CDLL\n"] * 4
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["BuiltLibrary\n"] * 4
     assert counted.read_text() == "\n"
     assert [path.suffix for path in cache.iterdir()] == [".so"]           # no lock file is left
 

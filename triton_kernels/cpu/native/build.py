@@ -60,8 +60,17 @@ class CannotBuildError(Exception):
     """The library cannot be built. The message says why."""
 
 
+class BuiltLibrary(ctypes.CDLL):
+    """A library of compiled code.
+
+    identity   of its sources, compiler, options and processor, on which its sums may depend; of a wheel's, its content
+    """
+
+    identity = ""
+
+
 def built_library(functions: Sequence[str], check_interruption: Callable[[], None], kind: str | None = None
-                  ) -> ctypes.CDLL:
+                  ) -> BuiltLibrary:
     """Return the library of the package, or else of the first usable cache folder, built if it is missing or damaged.
 
     functions            functions that the library must export
@@ -78,7 +87,9 @@ def built_library(functions: Sequence[str], check_interruption: Callable[[], Non
     sources = [str(STEP)] if kind is None else [f"-DTYPE={kind}", str(PANEL_KERNELS)]
     try:
         name = _file_name(compiler, sources, check_interruption)
-        return _loaded(compiler, name, sources, functions, check_interruption)
+        library = _loaded(compiler, name, sources, functions, check_interruption)
+        library.identity = name
+        return library
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotBuildError(f"compiling with {shlex.join(compiler)} failed: {error}; name another C compiler in $CC"
                                ) from error
@@ -105,7 +116,7 @@ def build_for_wheel(folder: Path) -> None:
             raise CannotBuildError(f"compiling for {name} with {shlex.join(compiler)} failed: {error}") from error
 
 
-def _library_of_wheel(functions: Sequence[str]) -> ctypes.CDLL | None:
+def _library_of_wheel(functions: Sequence[str]) -> BuiltLibrary | None:
     """Return the library of the package for this processor; None if the package has none, or a damaged one."""
     if not IN_WHEELS.is_dir():
         return None
@@ -133,7 +144,7 @@ def _compiler() -> Compiler:
 
 
 def _loaded(compiler: Compiler, name: str, sources: Sequence[str], functions: Sequence[str],
-            check_interruption: Callable[[], None]) -> ctypes.CDLL:
+            check_interruption: Callable[[], None]) -> BuiltLibrary:
     """Return the library `name` from the first usable cache folder, built if it is missing or damaged.
 
     Raises CannotBuildError if no folder is usable, and OSError and SubprocessError if the compiler fails.
@@ -207,7 +218,7 @@ def _one_process_at_a_time(folder: Path, check_interruption: Callable[[], None])
         os.close(handle)
 
 
-def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
+def _opened(path: Path, functions: Sequence[str]) -> BuiltLibrary:
     """Load the library after verifying its checksum.
 
     Raises OSError for a wrong checksum, or if the library lacks one of `functions`.
@@ -215,7 +226,8 @@ def _opened(path: Path, functions: Sequence[str]) -> ctypes.CDLL:
     content = path.read_bytes()
     if hashlib.sha256(content[:-DIGEST_BYTES]).digest() != content[-DIGEST_BYTES:]:
         raise OSError(f"{path} is damaged")
-    library = ctypes.CDLL(str(path))
+    library = BuiltLibrary(str(path))
+    library.identity = content[-DIGEST_BYTES:].hex()
     for function in functions:
         if not hasattr(library, function):
             raise OSError(f"the built library has no function {function}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .build import CannotBuildError, built_library
+from .build import BuiltLibrary, CannotBuildError, built_library
 
 Library = ctypes.CDLL              # with the functions of step.c
 PANEL, INPUTS_ALIGNED = 16, 32
@@ -19,7 +19,7 @@ PANEL, INPUTS_ALIGNED = 16, 32
 PROJECTIONS_AT_ONCE = 3            # that one operation shrinks or expands
 OPERATION_NUMBERS = 24             # integers of an operation: its kind and the arguments listed in step.c
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
-_loaded: list[ctypes.CDLL | str] = []       # after the first load: the library, or why it is not available
+_loaded: list[BuiltLibrary | str] = []       # after the first load: the library, or why it is not available
 _kernels: dict[tuple[ctypes.CDLL, str], ctypes.CDLL] = {}       # (library, type of blocks) -> where its kernels are
 TYPES = {torch.float32: 0, torch.bfloat16: 1}                       # of rows
 CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3}
@@ -87,7 +87,7 @@ class CannotCompileError(Exception):
     """The compiled library is not available on this machine. The message says why."""
 
 
-def load_library(check_interruption: Callable[[], None] = lambda: None) -> ctypes.CDLL:
+def load_library(check_interruption: Callable[[], None] = lambda: None) -> BuiltLibrary:
     """Return the library. The first call compiles it, unless the package or the cache has it; later calls return the
     same result.
 
@@ -123,9 +123,9 @@ def load_panel_kernels(kind: str) -> None:
     _kernels[library, kind] = kernels
 
 
-def loaded_library() -> ctypes.CDLL | None:
+def loaded_library() -> BuiltLibrary | None:
     """Return the library if `load_library` has loaded it; never compiles it."""
-    return _loaded[0] if _loaded and isinstance(_loaded[0], ctypes.CDLL) else None
+    return _loaded[0] if _loaded and isinstance(_loaded[0], BuiltLibrary) else None
 
 
 def hold_helpers(owner: Any) -> None:
@@ -143,7 +143,7 @@ def release_helpers(owner: Any) -> None:
             load_library().stop_helpers()
 
 
-def _load(check_interruption: Callable[[], None]) -> ctypes.CDLL | str:
+def _load(check_interruption: Callable[[], None]) -> BuiltLibrary | str:
     """Return the library, or the reason why it is not available."""
     if platform.system() not in ("Linux", "Darwin"):
         return f"compiled steps are not supported on {platform.system()}"
