@@ -391,6 +391,7 @@ class SimulatedStep:
         order = self._device.order_of(self._batch)
         try:
             if order.in_finish:
+                self._device.run_up_to(self._pending)  # it has run: the tables may change now
                 self._device._raise(order, self._batch)
             output = self._pending.finish()
         except BaseException:
