@@ -38,7 +38,7 @@ def machine(request, machine_caches):
         pytest.skip(f"this processor cannot do what {request.param} has")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(machine_caches))
-        patch.setattr(build, "FLAGS", ("-O1", f"-march={request.param}", *build.FLAGS[2:], str(build.PANEL_KERNELS)))
+        patch.setattr(build, "FLAGS", ("-Og", "-DUNROLLED=", f"-march={request.param}", *build.FLAGS[2:]))
         patch.setattr(library_module, "_loaded", [])
         load_library()
         yield request.param

@@ -24,7 +24,7 @@ def program(tmp_path_factory):
         pytest.skip("there is no gcc, or this processor has no AVX-512 for bfloat16")
     name, options, _ = build.LEVELS["x86_64"][0]
     assert name == "amx"
-    made = subprocess.run([compiler, "-O1", *options, "-ffp-contract=fast", "-w",
+    made = subprocess.run([compiler, "-Og", *options, "-ffp-contract=fast", "-w",
                            "-include", PROGRAM.with_name("emulated_tiles.h"), f"-I{build.HERE}", "-o", path, PROGRAM,
                            "-lm", "-pthread"], capture_output=True, text=True, timeout=300)
     if made.returncode and "mamx-tile" in made.stderr:

@@ -21,6 +21,12 @@ BLOCKS = [kind for kind in QUANTISED_TYPES if kind not in GROUPED]
 HALVES = ("Q2_K", "Q3_K", "Q6_K")                              # a scale for each 16 inputs
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 KINDS = pytest.mark.parametrize("kind", QUANTISED_TYPES)
+# Of those processors that have the vectors of another one here or in test_other_processors.py, a type of each structure.
+OF_STRUCTURES = ("Q4_0", "Q5_1", "Q2_K", "Q6_K", "INT4")
+ON_MACHINES = pytest.mark.parametrize(("machine", "kind"), [
+    (name, kind) for name, kinds in (("native", QUANTISED_TYPES), ("x86-64-v4", OF_STRUCTURES),
+                                     ("x86-64-v3", QUANTISED_TYPES), ("x86-64-v2", OF_STRUCTURES)) for kind in kinds],
+    indirect=["machine"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 ROWS = pytest.mark.parametrize(("dtype", "in_bytes"), [(torch.float32, False), (torch.bfloat16, False),
                                (torch.bfloat16, True)], ids=["float32", "bfloat16", "bytes"])
@@ -195,8 +201,8 @@ def modelled(kind, rows, x, in_bytes=False):
 
 
 @ROWS
-@KINDS
-def test_the_bits_are_those_of_the_contract(kind, dtype, in_bytes, threads):
+@ON_MACHINES
+def test_the_bits_are_those_of_the_contract(machine, kind, dtype, in_bytes, threads):
     """On every instruction set, for any number of rows and threads, so all of these give the same bits."""
     rows, x = random_rows(kind, 149, 512), rows_of_x(19, 512, dtype)
     x[3, 40], x[4, 64:96], x[5] = 60.0, 0.0, 1e-38
@@ -300,8 +306,8 @@ def test_weights_are_quantised_as_a_model_in_numpy_does(kind, dtype):
 
 
 @DTYPES
-@KINDS
-def test_rows_are_decoded(kind, dtype):
+@ON_MACHINES
+def test_rows_are_decoded(machine, kind, dtype):
     rows = random_rows(kind, 37, 512)
     assert torch.equal(matrix_of(kind, rows, dtype).rows(torch.arange(37)), torch.from_numpy(decoded(kind, rows)
                                                                                              ).to(dtype))
@@ -325,8 +331,8 @@ def test_rows_are_decoded_as_the_gguf_library_does(machine, kind, dtype):
 
 
 @ROWS
-@KINDS
-def test_a_row_that_is_not_finite_stays_alone(kind, dtype, in_bytes):
+@ON_MACHINES
+def test_a_row_that_is_not_finite_stays_alone(machine, kind, dtype, in_bytes):
     rows, x = random_rows(kind, 40, 256), rows_of_x(20, 256, dtype)
     matrix = matrix_of(kind, rows, dtype, has_byte_rows=in_bytes)
     expected = matrix.multiply(x, torch.float32)

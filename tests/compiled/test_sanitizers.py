@@ -17,7 +17,7 @@ def test_many_jobs(sanitizer, machine, tmp_path):
     if compiler is None:
         pytest.skip("there is no gcc")
     program = tmp_path / "many_jobs"
-    made = subprocess.run([compiler, "-O1", "-g1", f"-march={machine}", f"-fsanitize={sanitizer}", "-Wno-psabi",
+    made = subprocess.run([compiler, "-Og", "-g1", f"-march={machine}", f"-fsanitize={sanitizer}", "-Wno-psabi",
                            f"-I{HERE}", "-o", str(program), str(PROGRAM), "-lm", "-pthread"],
                           capture_output=True, text=True, timeout=300)
     if made.returncode:

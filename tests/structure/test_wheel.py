@@ -37,8 +37,9 @@ EMPTY_LIBRARY = 'while [ "$1" != -o ]; do shift; done\nexec cc -shared -o "$2" -
 
 @pytest.fixture(scope="module")
 def wheel_file(tmp_path_factory):
-    """Return the path of a wheel of the checkout. To save time, libraries are compiled without optimization, and only
-    the first one and that for this processor are whole: tests/compiled compile those for older ones.
+    """Return the path of a wheel of the checkout. To save time, libraries are compiled without optimization, with the
+    products of one type of blocks, and only the first one and that for this processor are there: tests/compiled compile
+    those for older ones, and all types.
 
     The wheel is built from a copy, so that the checkout gets no build folder.
     """
@@ -64,7 +65,7 @@ def wheel_file(tmp_path_factory):
     isolated = installed_setuptools() < NEEDED_SETUPTOOLS       # pip fetches setuptools for an isolated build
     result = subprocess.run([*command, *([] if isolated else ["--no-build-isolation"]), str(copy)],
                             capture_output=True, text=True, timeout=300,
-                            env={**os.environ, "CFLAGS": "-O0", "CC": str(compiler) if whole else ""})
+                            env={**os.environ, "CFLAGS": "-O0 -DTYPE=Q4_0", "CC": str(compiler) if whole else ""})
     nothing_fetched = r"(No matching distribution found for|Could not find a version .*) setuptools"
     if isolated and re.search(nothing_fetched, result.stderr):
         pytest.skip(f"building a wheel takes setuptools >= {NEEDED_SETUPTOOLS}; it is not installed and pip got none")

@@ -6,7 +6,7 @@
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define UNROLLED                      /* instrumented code would take minutes to compile */
-#else
+#elif !defined(UNROLLED)              /* -DUNROLLED= compiles in two thirds of the time */
 #define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
