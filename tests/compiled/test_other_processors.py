@@ -36,8 +36,8 @@ def test_products_and_attention_are_sums_of_float64(name, tmp_path):
     if lanes == 8 and "avx2" not in build._processor().split():
         pytest.skip("this processor has no AVX2")
     program = tmp_path / "products_and_attention"
-    subprocess.run([compiler, "-Og", "-DUNROLLED=", *options, "-ffp-contract=fast", "-fno-math-errno", "-w", f"-I{build.HERE}",
-                    "-o", program, PROGRAM, "-lm", "-pthread"], check=True, timeout=300)
+    subprocess.run([compiler, "-Og", "-DUNROLLED=", *options, "-ffp-contract=fast", "-fno-math-errno", "-w",
+                    f"-I{build.HERE}", "-o", program, PROGRAM, "-lm", "-pthread"], check=True, timeout=300)
     result = subprocess.run([*filter(None, [emulator]), program], capture_output=True, text=True, timeout=300)
     assert result.stdout == (f"{lanes} lanes, {NUM_NUMBERS} numbers, 0 wrong, bits of quantised products {BITS}\n"
                              ), result.stderr

@@ -21,7 +21,7 @@ BLOCKS = [kind for kind in QUANTISED_TYPES if kind not in GROUPED]
 HALVES = ("Q2_K", "Q3_K", "Q6_K")                              # a scale for each 16 inputs
 TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 KINDS = pytest.mark.parametrize("kind", QUANTISED_TYPES)
-# Of those processors that have the vectors of another one here or in test_other_processors.py, a type of each structure.
+# A type of each structure for processors that have the vectors of another one, here or in test_other_processors.py.
 OF_STRUCTURES = ("Q4_0", "Q5_1", "Q2_K", "Q6_K", "INT4")
 ON_MACHINES = pytest.mark.parametrize(("machine", "kind"), [
     (name, kind) for name, kinds in (("native", QUANTISED_TYPES), ("x86-64-v4", OF_STRUCTURES),
