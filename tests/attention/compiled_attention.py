@@ -1,23 +1,19 @@
 """An Attention that compiles and runs one layer's attention per call: rotation, KV cache writes and result."""
 
-import pytest
 import torch
 
 from batch_manager.layers.recording import ANY_ROWS, RecordedAttention, Recording, Rows
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
 from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
 from batch_manager.runtime.packing import ModelCall
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from tests.harness.compiled import library_or_skip
 
 
 class CompiledAttention:
     dispatch = "compiled"
 
     def __init__(self, layout, pool, sink=0, dtype=None):
-        try:
-            load_library()
-        except CannotCompileError as error:
-            pytest.skip(str(error))
+        library_or_skip()
         self.layout, self.pool, self.sink = layout, pool, sink
 
     def plan(self, step):

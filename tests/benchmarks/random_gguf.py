@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--llama-cpp", metavar="PYTHON", required=True)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--types", nargs="+", choices=FILE_TYPES, default=list(FILE_TYPES))
+    parser.add_argument("--types", nargs="+", choices=FILE_TYPES, default=["Q4_0", "Q8_0", "Q4_K_M"])
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)

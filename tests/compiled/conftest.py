@@ -6,15 +6,13 @@ import torch
 
 from batch_manager.triton_kernels.cpu.native import build
 from batch_manager.triton_kernels.cpu.native import library as library_module
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from batch_manager.triton_kernels.cpu.native.library import load_library
+from tests.harness.compiled import library_or_skip
 
 
 @pytest.fixture(scope="session", autouse=True)
 def library():
-    try:
-        return load_library()
-    except CannotCompileError as error:
-        pytest.skip(str(error))
+    return library_or_skip()
 
 
 # Processor that the library is compiled for -> the instruction set that it needs.

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from batch_manager import KvCacheConfig  # noqa: E402
-from batch_manager.triton_kernels.cpu.native.library import load_library  # noqa: E402
 from tests.harness.client import Client  # noqa: E402
+from tests.harness.compiled import library_or_skip  # noqa: E402
 from tests.harness.requests import request  # noqa: E402
 from tests.harness.world import make_manager  # noqa: E402
 
@@ -88,6 +88,6 @@ def test_two_engines_share_a_directory_and_other_models_and_dtypes_find_nothing(
 @pytest.mark.parametrize("reference", ["llama"], indirect=True)
 def test_a_deterministic_engine_does_not_find_blocks_of_other_compiled_code(reference, tmp_path, monkeypatch):
     for identity, finds in (("one", False), ("other", False), ("one", True)):
-        monkeypatch.setattr(load_library(), "identity", identity)
+        monkeypatch.setattr(library_or_skip(), "identity", identity)
         statistics = run(reference.folder, tmp_path / "cache", deterministic=True, cpu_compile=True)[2]
         assert (statistics["Store Loaded Blocks"] > 0) == finds

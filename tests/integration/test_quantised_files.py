@@ -21,9 +21,10 @@ from batch_manager.runtime.packing import packed
 from batch_manager.tools.inspect import described, inspect_model
 from batch_manager.triton_kernels.cpu.native import library as library_module
 from batch_manager.triton_kernels.cpu.native.build import CannotBuildError
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from batch_manager.triton_kernels.cpu.native.library import load_library
 from batch_manager.triton_kernels.cpu.native.matrix import quantised_rows
 from batch_manager.weights.matrices import Dense
+from tests.harness.compiled import library_or_skip
 from tests.integration.greedy_model import GreedyModel
 from tests.integration.test_same_tokens_as_transformers import FUSED, MAX, SPLIT, V1, prompts_of, run
 from tests.models.conftest import make_reference
@@ -79,10 +80,7 @@ class Reference(GreedyModel):
 
 @pytest.fixture(autouse=True)
 def library():
-    try:
-        load_library()
-    except CannotCompileError as error:
-        pytest.skip(str(error))
+    library_or_skip()
 
 
 @pytest.mark.parametrize(("family", "kind", "options"), [

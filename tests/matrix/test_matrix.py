@@ -8,6 +8,8 @@ from collections import Counter
 
 import pytest
 
+from tests.harness.compiled import library_or_skip
+
 from .engines import Engines, judge
 from .features import FEATURES
 from .pairs import MARKS, ORDER, REASONS, all_pairs, mixtures, page
@@ -47,12 +49,7 @@ def skip_without_extras(letters: str, model: str) -> None:
     for name in (*(["torch"] if model != SCRIPTED else []), *(["llguidance", "tokenizers"] if "G" in letters else [])):
         pytest.importorskip(name)
     if "Q" in letters:
-        from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
-
-        try:
-            load_library()
-        except CannotCompileError as error:
-            pytest.skip(str(error))
+        library_or_skip()
 
 
 def run_cell(engines: Engines, letters: str, model: str) -> tuple[str, int]:

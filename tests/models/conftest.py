@@ -15,7 +15,7 @@ from batch_manager.models import load_model
 from batch_manager.runtime.forms.compiled.forward import CompiledForward
 from batch_manager.runtime.forms.compiled.thread_governor import ThreadGovernor
 from batch_manager.runtime.packing import ModelCall
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
+from tests.harness.compiled import library_or_skip
 
 TINY = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -191,10 +191,7 @@ def driver(request):
     """driver(folder, dtype, deterministic, **options) -> Driver of a model in torch, or compiled."""
     compiled = request.param == "compiled"
     if compiled:
-        try:
-            load_library()
-        except CannotCompileError as error:
-            pytest.skip(str(error))
+        library_or_skip()
 
     def make(folder, dtype="float32", deterministic=False, **options):
         if deterministic:

@@ -18,9 +18,9 @@ from batch_manager.models import load_model, read_spec
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
 from batch_manager.tools.inspect import described, inspect_model
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from batch_manager.triton_kernels.cpu.native.matrix import PackedMatrix, QuantisedMatrix, quantised_rows
 from batch_manager.weights.source import DummyWeights
+from tests.harness.compiled import library_or_skip
 from tests.runtime.bindable_torch import BindableTorchAttention
 
 from .conftest import Driver, expected_logits, make_reference, random_prompts
@@ -33,10 +33,7 @@ CASES = {family: (family, options) for family, options in reversed(EXPERTS.value
 
 def load(folder, **options):
     if options.get("compiled_step"):
-        try:
-            load_library()
-        except CannotCompileError as error:
-            pytest.skip(str(error))
+        library_or_skip()
     return load_model(folder, device="cpu", **{"dtype": "float32", **options})
 
 

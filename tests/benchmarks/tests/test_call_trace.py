@@ -7,8 +7,8 @@ import pytest
 
 from batch_manager import SchedulerPolicy
 from batch_manager.tools.host_bench import Setting, Stopwatch, make_loop
-from batch_manager.triton_kernels.cpu.native.library import CannotCompileError, load_library
 from tests.benchmarks.call_trace import main, trace_one_step
+from tests.harness.compiled import library_or_skip
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "austen-4m"
 
@@ -40,10 +40,7 @@ def test_a_request_costs_no_call_in_an_iteration_but_its_callback(streaming, of_
 
 
 def test_a_compiled_step_enters_no_layer():
-    try:
-        load_library()
-    except CannotCompileError as error:
-        pytest.skip(str(error))
+    library_or_skip()
     calls = trace_one_step(str(MODEL), 4, SchedulerPolicy.GUARANTEED_NO_EVICT, cpu_compile=True)
     assert 80 < len(calls.calls) <= 160
     assert not [file for file in calls.files if file.startswith("layers/") and not file.endswith("embedding.py")]
