@@ -10,6 +10,7 @@ Neither a checkpoint nor torch is needed, unless a test reads `NamedTensor.tenso
 """
 
 from .engine_harness import EngineHarness, ManualClock
-from .scripted_backend import ScriptedBackend, expected_samples
+from .scripted_backend import ScriptedBackend
+from .scripted_tokens import expected_samples
 
 __all__ = ["EngineHarness", "ManualClock", "ScriptedBackend", "expected_samples"]

@@ -1,25 +1,11 @@
-"""A ModelBackend without a model: the next token is a keyed hash of all tokens that the sequence attends to.
+"""A ModelBackend without a model: the next token is a keyed hash of the tokens before it, see scripted_tokens.py.
 
 The backend stores tokens in its block pool and reads the history back through the block tables. A wrong table, a block
 freed too early or a lost token therefore changes all later output. `expected_tokens` computes the correct output
 independently.
 
-    term(i, token)  = mix(key + (i + 1) * A + (token + 1) * B + mark)      mix: the finalizer of splitmix64
-    word            = mix(key ^ salt ^ sum of the terms of the history)    all modulo 2^64
-    next token      = (word >> 16) % vocab_size                            log-prob = -(word & 0xFFFF) / 4096
-    salt            = 0 for a greedy sequence, mix(random_seed ^ A) for a sampled one
-    i               = position of the token in its sequence;  key, A, B: constants
-    mark            = 0 without an adapter, else mix(sum of mix(word of page j + (j + 1) * A)) over the adapter's pages
-
-The word of a page is a hash of the content that was loaded into it, and of the rank. A token's mark is computed in its
-step, from the pages of its sequence, and is stored beside the token. So a wrong or stale page, or a block that was
-computed with another adapter, also changes all later output.
-
-With beams, each beam has as many candidates as the beam search considers, at most vocab_size. The beam search is the
-same as for models:
-
-    candidate j     = (next token + j) % vocab_size, with the log-prob of word_j
-    word_j          = word for j = 0, mix(word + j * A) otherwise
+The mark of a token's adapter is computed in its step, from the pages of its sequence, and is stored beside the token.
+So a wrong or stale page, or a block that was computed with another adapter, also changes all later output.
 
 The backend needs only numpy, so tests and dry runs of the host side work without torch. A logits post-processor gets
 logits that are 1 at the next token and 0 elsewhere. It causes torch to be imported, and cannot be combined with beams.
@@ -28,7 +14,6 @@ logits that are 1 at the next token and 0 elsewhere. It causes torch to be impor
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING
 
@@ -37,7 +22,7 @@ import numpy as np
 from ..adapter_values import LARGEST_ADAPTER_SIZE, AdapterContent, AdapterModules
 from ..attention.windows import blocks_seen
 from ..config import MAX_DRAFT_TOKENS
-from ..decoding.beam_search import BeamSearch, BeamSearches
+from ..decoding.beam_search import BeamSearches
 from ..decoding.output_rows import columns_with_beams
 from ..decoding.position_ring import PositionRing, columns_for
 from ..errors import ConfigError, InternalError
@@ -50,20 +35,28 @@ from ..handover import (
     DeviceOperation,
     RowFailure,
     ScheduledBatch,
-    SlotSetup,
     StepOutput,
     TopLogProbs,
 )
 from ..names import ErrorCode
 from ..runtime.block_tables import BlockTables, generation_rows
 from ..seams import BackendInfo, MemoryUsage
+from .scripted_tokens import (
+    POSITION_FACTOR,
+    TOKEN_FACTOR,
+    WORD,
+    best_candidates,
+    expected_samples,
+    log_probs_of,
+    mark_of,
+    mix_array,
+    page_words,
+    salt_of,
+)
 
 if TYPE_CHECKING:
     from ..decoding.logits_post_processors import LogitsPostProcessors
 
-WORD = (1 << 64) - 1
-POSITION_FACTOR, TOKEN_FACTOR = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 UNWRITTEN = -1
 NO_TOKEN_AFTER_DRAFTS = -2    # of a row after drafts that has none: the text goes on from the row before
 UNLOADED = 0              # no word of an adapter page is even
@@ -207,7 +200,7 @@ class ScriptedBackend:
         output = self._decode(batch, layout, sums, failures)
         self._state["length"][layout.slots] = layout.starts + layout.counts
         if batch.has_drafts:    # `_keep_tokens` adds the accepted ones
-            for slot, drafts in _drafts_of(batch).items():
+            for slot, drafts in draft_tokens_of(batch).items():
                 self._state["length"][slot] -= len(drafts)
         self._state["sum"][layout.slots] = sums
         self._keep_tokens(output)
@@ -314,7 +307,7 @@ class ScriptedBackend:
                 assert self.script is None and setup.logits_post_processor is None, "not with beams"
             self._searches.set_up(work.slot, setup)
             end_ids = [*setup.end_ids, *[-1] * (8 - len(setup.end_ids))]
-            state[work.slot] = (work.start, 0, end_ids, _salt(setup), setup.return_log_probs,
+            state[work.slot] = (work.start, 0, end_ids, salt_of(setup), setup.return_log_probs,
                                 setup.top_log_probs, setup.return_generation_logits, setup.return_context_logits, True)
             if len(self._pages):
                 self._pages_of[work.slot] = setup.adapter_pages
@@ -410,12 +403,12 @@ class ScriptedBackend:
         term += np.uint64(self.key)
         if marks is not None:
             term += marks
-        return _mix_array(term)
+        return mix_array(term)
 
     def _words(self, sums: np.ndarray, salts: np.ndarray) -> np.ndarray:
         words = sums ^ salts
         words ^= np.uint64(self.key)
-        return _mix_array(words)
+        return mix_array(words)
 
     def _next_tokens(self, words: np.ndarray) -> np.ndarray:
         return ((words >> np.uint64(16)) % np.uint64(self.info.vocab_size)).astype(np.int32)
@@ -448,7 +441,7 @@ class ScriptedBackend:
         log_probs, top_log_probs = None, {}
         if self._any_extras:
             asked = self._state["log_probs"][slots]
-            log_probs = np.where(asked, _log_probs(words), np.float32(0)) if asked.any() else None
+            log_probs = np.where(asked, log_probs_of(words), np.float32(0)) if asked.any() else None
             generation_logits |= {int(slots[row]): self._logits(tokens[row: row + 1])
                                   for row in np.nonzero(self._state["generation_logits"][slots])[0]}
             top_log_probs = {int(slots[row]): self._top_log_probs(int(slots[row]), tokens[row: row + 1],
@@ -469,7 +462,7 @@ class ScriptedBackend:
         """
         after = np.arange(self._state["top_log_probs"][slot], dtype=np.int32)
         ids = (tokens[:, None] + after) % np.int32(self.info.vocab_size)
-        log_probs = _log_probs(words)[:, None] - after.astype(np.float32)
+        log_probs = log_probs_of(words)[:, None] - after.astype(np.float32)
         log_probs[:, self.info.vocab_size:], ids[:, self.info.vocab_size:] = -np.inf, 0
         return TopLogProbs(ids, log_probs)
 
@@ -485,7 +478,7 @@ class ScriptedBackend:
         differs from the token sampled in its position.
         """
         rows = {slot: row for row, slot in enumerate(step.slots.tolist())}
-        drafts_of = _drafts_of(batch)
+        drafts_of = draft_tokens_of(batch)
         accepted, log_probs, top_log_probs, finish = [], [], {}, []
         for slot in slots.tolist():
             row, mine = rows[slot], drafts_of.get(slot, [])
@@ -504,7 +497,7 @@ class ScriptedBackend:
             kept -= sampled[kept - 1] == NO_TOKEN_AFTER_DRAFTS
             finish.append(ends[kept - 1])
             accepted.append(sampled[:kept])
-            log_probs.append(np.where(self._state["log_probs"][slot], _log_probs(words[:kept]), np.float32(0)))
+            log_probs.append(np.where(self._state["log_probs"][slot], log_probs_of(words[:kept]), np.float32(0)))
             if self._state["generation_logits"][slot]:
                 logits[slot] = self._logits(np.array(sampled[:kept]))
             if self._state["top_log_probs"][slot]:
@@ -537,7 +530,7 @@ class ScriptedBackend:
                 slots, return_index=True, return_counts=True))):
             position, rows = int(lengths[first]), slice(first, first + count)
             before = self._searches.at(slot, position)
-            after, steps[slot] = before.advance(*_best_candidates(before, words[rows], self.info.vocab_size))
+            after, steps[slot] = before.advance(*best_candidates(before, words[rows], self.info.vocab_size))
             self._searches.keep(slot, position, after)
             if self._state["generation_logits"][slot]:
                 logits[slot] = self._logits(self._next_tokens(words[rows]))
@@ -684,7 +677,7 @@ class ScriptedStep:
         return self.output
 
 
-def _drafts_of(batch: ScheduledBatch) -> dict[int, list[int]]:
+def draft_tokens_of(batch: ScheduledBatch) -> dict[int, list[int]]:
     """Return slot -> draft tokens, without sequences that have none."""
     drafts = {work.slot: work.token_ids[-work.num_drafts:].tolist() for work in batch.context if work.num_drafts}
     generation = batch.generation
@@ -736,112 +729,6 @@ SLOT_STATE = np.dtype([
     ("length", np.int32), ("sum", np.uint64), ("end_ids", np.int32, (8,)), ("salt", np.uint64),
     ("log_probs", bool), ("top_log_probs", np.int32), ("generation_logits", bool), ("context_logits", bool),
     ("set_up", bool)])
-
-
-def expected_samples(prompt: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
-                     end_id: int | Sequence[int] = -1, random_seed: int | None = None, window: int | None = None,
-                     sink: int = 0, adapter: AdapterContent | None = None) -> list[tuple[int, float]]:
-    """Return up to `count` pairs (token, log-prob) after `prompt`, without the end id, computed one token at a time."""
-    terms: list[int] = []
-    mark = mark_of([] if adapter is None else page_words(adapter))
-    end_ids = {end_id} if isinstance(end_id, int) else set(end_id)
-
-    def seen_with(token: int) -> int:
-        """Append a token, and return by how much the sum of the visible hash terms changes.
-
-        The new term is added, and the term that leaves the window is subtracted.
-        """
-        position = len(terms)
-        terms.append(_mix(key + (position + 1) * POSITION_FACTOR + (token + 1) * TOKEN_FACTOR + mark))
-        leaves = window is not None and position - window >= sink
-        return terms[position] - (terms[position - window] if leaves else 0)
-
-    history_sum = sum(map(seen_with, prompt))
-    salt = 0 if random_seed is None else _mix(random_seed ^ POSITION_FACTOR)
-
-    samples: list[tuple[int, float]] = []
-    while len(samples) < count:
-        word = _mix(key ^ salt ^ (history_sum & WORD))
-        token = (word >> 16) % vocab_size
-        if token in end_ids:
-            break
-        samples.append((token, -(word & 0xFFFF) / 4096))
-        history_sum += seen_with(token)
-    return samples
-
-
-def page_words(adapter: AdapterContent) -> list[int]:
-    """Return the words of the pages of an adapter, in order of rank."""
-    return [int.from_bytes(blake2b(adapter.digest + rank.to_bytes(2, "big"), digest_size=8).digest(), "big") | 1
-            for rank in range(adapter.num_pages)]
-
-
-def mark_of(words: Sequence[int]) -> int:
-    """Return the mark of an adapter whose pages have these words; 0 without pages."""
-    return _mix(sum(_mix(word + (rank + 1) * POSITION_FACTOR) for rank, word in enumerate(words))) if words else 0
-
-
-def expected_candidates(history: Sequence[int], count: int, *, vocab_size: int = 1000, key: int = 0,
-                        window: int | None = None, sink: int = 0, adapter: AdapterContent | None = None
-                        ) -> list[tuple[int, float]]:
-    """Oracle for beams: return up to `count` candidates (token, log-prob) after a history."""
-    mark = mark_of([] if adapter is None else page_words(adapter))
-    length = len(history)
-    seen = [i for i in range(length) if window is None or i >= length - window or i < sink]
-    terms = [_mix(key + (i + 1) * POSITION_FACTOR + (history[i] + 1) * TOKEN_FACTOR + mark) for i in seen]
-    word = _mix(key ^ (sum(terms) & WORD))
-    words = [word] + [_mix(word + j * POSITION_FACTOR) for j in range(1, min(count, vocab_size))]
-    return [(((word >> 16) + j) % vocab_size, -(words[j] & 0xFFFF) / 4096) for j in range(len(words))]
-
-
-def _best_candidates(search: BeamSearch, words: np.ndarray, vocab_size: int) -> tuple[np.ndarray, ...]:
-    """Return (log-probs, parents, tokens) of the best candidates of a step of `search`, best first.
-
-    The kernel `beam_topk` chooses and orders candidates in the same way.
-
-    words   [beams] the word of each beam, as in the formulas at the top of the file
-    """
-    count, wanted = min(search.num_candidates, vocab_size), search.num_candidates
-    steps = np.arange(count, dtype=np.uint64)
-    tokens = ((((words >> np.uint64(16)) % np.uint64(vocab_size))[:, None] + steps) % np.uint64(vocab_size)).astype(int)
-    numbers = _mix_array(words[:, None] + steps * np.uint64(POSITION_FACTOR))
-    numbers[:, 0] = words
-    log_probs = _log_probs(numbers)
-
-    order = np.lexsort((tokens, -log_probs), axis=1)
-    tokens, log_probs = np.take_along_axis(tokens, order, 1), np.take_along_axis(log_probs, order, 1)
-    diversity = np.float32(search.sampling.beam_search_diversity_rate)
-    scores = search.cum_log_probs[:, None] + log_probs - diversity * steps.astype(int)
-    best = np.argsort(-scores, axis=None, kind="stable")[:wanted]
-    best = best[scores.ravel()[best] > -np.inf]
-    padding = (0, wanted - len(best))
-    return (np.pad(log_probs.ravel()[best], padding, constant_values=-np.inf),
-            np.pad((best // count).astype(np.int32), padding), np.pad(tokens.ravel()[best].astype(np.int32), padding))
-
-
-def _salt(setup: SlotSetup) -> int:
-    return 0 if setup.sampling.is_greedy else _mix(setup.sampling.random_seed ^ POSITION_FACTOR)
-
-
-def _mix(word: int) -> int:
-    word &= WORD
-    word = ((word ^ (word >> 30)) * MIX_1) & WORD
-    word = ((word ^ (word >> 27)) * MIX_2) & WORD
-    return word ^ (word >> 31)
-
-
-def _mix_array(words: np.ndarray) -> np.ndarray:
-    """Apply the hash function `_mix` to every element of `words`, in place."""
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(MIX_1)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(MIX_2)
-    words ^= words >> np.uint64(31)
-    return words
-
-
-def _log_probs(words: np.ndarray) -> np.ndarray:
-    return (words & np.uint64(0xFFFF)).astype(np.float32) / np.float32(-4096)
 
 
 def _require(holds: bool, rule: str, *numbers: np.ndarray) -> None:

@@ -18,7 +18,8 @@ from batch_manager.errors import ConfigError
 from batch_manager.handover import BlockCopy, RowFailure
 from batch_manager.names import ErrorCode
 from batch_manager.scheduling.interfaces import SchedulerOutput
-from batch_manager.testing.scripted_backend import ScriptedBackend, expected_candidates
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_tokens import expected_candidates
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 VOCAB = 23

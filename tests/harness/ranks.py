@@ -19,7 +19,7 @@ from batch_manager.parallel.leader import Leader
 from batch_manager.parallel.link import Link
 from batch_manager.runtime.block_tables import BlockTables
 from batch_manager.seams import BackendInfo, MemoryUsage
-from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, _drafts_of
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, draft_tokens_of
 
 RANK_TIMEOUT_S = 4.0
 COLUMNS = columns_for(MAX_DRAFT_TOKENS)
@@ -170,7 +170,7 @@ class ScriptedRank:
         for work in batch.context:
             positions = work.start + np.arange(len(work.token_ids))
             self.pool[self._tables.rows[work.slot * width, positions // size], positions % size] = work.token_ids
-        generation, drafts_of = batch.generation, _drafts_of(batch)
+        generation, drafts_of = batch.generation, draft_tokens_of(batch)
         for slot, length in zip(generation.slots.tolist(), generation.kv_lengths.tolist()):
             for beam in range(generation.beam_width):
                 tokens = [self._drawn[slot, beam, length % COLUMNS], *drafts_of.get(slot, ())]

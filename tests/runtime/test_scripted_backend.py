@@ -19,7 +19,8 @@ from batch_manager.handover import (
 )
 from batch_manager.names import ErrorCode
 from batch_manager.sampling_config import SamplingConfig
-from batch_manager.testing.scripted_backend import ScriptedBackend, expected_samples
+from batch_manager.testing.scripted_backend import ScriptedBackend
+from batch_manager.testing.scripted_tokens import expected_samples
 
 GREEDY = SlotSetup()
 

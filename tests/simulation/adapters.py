@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batch_manager.adapter_values import AdapterContent
 from batch_manager.errors import AdapterNotCachedError
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import mark_of, page_words
+from batch_manager.testing.scripted_tokens import mark_of, page_words
 from tests.harness.scripted_adapters import adapter_tensors, content_of
 
 from .faults import Faults, Place

@@ -19,7 +19,7 @@ from batch_manager.errors import DeviceLostError
 from batch_manager.handover import LENGTH, BlockCopy, RowFailure, ScheduledBatch, StepOutput
 from batch_manager.names import ErrorCode
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, ScriptedStep, _drafts_of
+from batch_manager.testing.scripted_backend import UNWRITTEN, ScriptedBackend, ScriptedStep, draft_tokens_of
 
 from .drawing import Drawing
 from .faults import Faults, Place
@@ -225,7 +225,7 @@ class SimulatedDevice(ScriptedBackend):
                                      f"I16: {owner} found block {row[place]}, which is somebody else's")
             for place in range(-(-work.start // size), -(-end // size)):
                 self.stamps[int(row[place])] = stamp_of(owner, tokens, place * size)
-        drafts_of = _drafts_of(batch)
+        drafts_of = draft_tokens_of(batch)
         for slot, length in zip(batch.generation.slots.tolist(), batch.generation.kv_lengths.tolist()):
             drafts = drafts_of.get(slot, [])
             for first in range(-(-length // size) * size, length + 1 + len(drafts), size):

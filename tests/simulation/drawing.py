@@ -13,7 +13,7 @@ import numpy as np
 
 from batch_manager.handover import END_ID, NOT_FINISHED, STOP_WORDS, ScheduledBatch, SlotSetup, StepOutput
 from batch_manager.requests.llm_request import LlmRequest
-from batch_manager.testing.scripted_backend import POSITION_FACTOR, WORD, _mix
+from batch_manager.testing.scripted_tokens import POSITION_FACTOR, WORD, mix
 
 HELD_AMONG = 4
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -54,7 +54,7 @@ class SlotRules:
             finish = END_ID
         elif any(tuple(tokens[-len(stop):]) == stop for stop in setup.stop_words):
             finish = STOP_WORDS
-        return token, finish, _mix(word + place * POSITION_FACTOR) if place else word & WORD
+        return token, finish, mix(word + place * POSITION_FACTOR) if place else word & WORD
 
     def _banned(self, length: int) -> set[int]:
         setup, tokens, size = self.setup, self._tokens, self.setup.sampling.no_repeat_ngram_size

@@ -1,6 +1,6 @@
 """Computes the expected output of one request in plain integers, without batches, blocks or the engine's code.
 
-It is a second implementation of the scripted backend's model (testing/scripted_backend.py) and of the rules that the
+It is a second implementation of the scripted backend's model (testing/scripted_tokens.py) and of the rules that the
 simulated device adds (drawing.py):
 
     candidate j   of a history: the token (first + j) % vocab_size. Without beams, the first candidate that is not

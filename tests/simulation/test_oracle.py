@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from batch_manager.testing.scripted_backend import expected_candidates, expected_samples
+from batch_manager.testing.scripted_tokens import expected_candidates, expected_samples
 from tests.simulation.history import Handed, Sent, judge, scripted_oracle
 from tests.simulation.oracle import END_ID, LENGTH, STOP_WORDS, forbidden
 

@@ -30,7 +30,8 @@ from .scenarios import SCENARIOS, Run
 
 PACKAGE = os.path.dirname(batch_manager.__file__)
 # Backends, including the scripted one, are not traced: they do not promise that an interrupted step can run again.
-ELSEWHERE = (os.path.join(PACKAGE, "runtime"), os.path.join(PACKAGE, "testing", "scripted_backend.py"))
+ELSEWHERE = (os.path.join(PACKAGE, "runtime"), os.path.join(PACKAGE, "testing", "scripted_backend.py"),
+             os.path.join(PACKAGE, "testing", "scripted_tokens.py"))
 # The files of the product that move items from the get callback to their final responses.
 WHERE_ITEMS_MOVE = ("callbacks.py", "fetched_items.py", "guard.py", "unanswered.py")
 MOST_IN_A_ROW = 6
