@@ -82,7 +82,7 @@ def no_library(monkeypatch):
 
 
 def test_without_a_compiler_one_warning_names_reason_cost_and_way_out(no_library, caplog, tmp_path):
-    from batch_manager.tools.inspect import described, inspect_model
+    from batch_manager.tools.model_facts import described, inspect_model
 
     params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(max_tokens=256), device="cpu")
     with GptManager(MODEL, TrtGptModelType.InflightFusedBatching, 1, SchedulerPolicy.MAX_UTILIZATION, lambda _: [],

@@ -18,7 +18,7 @@ from batch_manager.models import load_model
 from batch_manager.runtime.build_backend import refuse_without_quantised_products
 from batch_manager.runtime.forms.table import Asked
 from batch_manager.runtime.packing import packed
-from batch_manager.tools.inspect import described, inspect_model
+from batch_manager.tools.model_facts import described, inspect_model
 from batch_manager.triton_kernels.cpu.native import library as library_module
 from batch_manager.triton_kernels.cpu.native.build import CannotBuildError
 from batch_manager.triton_kernels.cpu.native.library import load_library

@@ -17,7 +17,7 @@ from batch_manager.layers.experts import ExpertParameters, Experts
 from batch_manager.models import load_model, read_spec
 from batch_manager.runtime import packing
 from batch_manager.runtime.build_backend import build_native_backend
-from batch_manager.tools.inspect import described, inspect_model
+from batch_manager.tools.model_facts import described, inspect_model
 from batch_manager.triton_kernels.cpu.native.matrix import PackedMatrix, QuantisedMatrix, quantised_rows
 from batch_manager.weights.source import DummyWeights
 from tests.harness.compiled import library_or_skip

@@ -14,6 +14,7 @@ import pytest
 
 import batch_manager
 from batch_manager.models.registry import _SHIPPED
+from batch_manager.tools.__main__ import COMMANDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE, KERNELS = REPOSITORY / "batch_manager", REPOSITORY / "triton_kernels"
@@ -498,6 +499,7 @@ def test_loading_imports_no_transformers():
     ["batch_manager.testing.scripted_backend"],
     ["batch_manager.gpt_manager", "batch_manager.build"],
     ["batch_manager"],
+    [f"batch_manager.tools.{module}" for module, _ in COMMANDS.values()],      # so that --help is fast
 ], ids=lambda modules: modules[0])
 def test_the_host_side_is_imported_without_torch(modules):
     code = (f"import sys\nimport {', '.join(modules)}\n"

@@ -19,14 +19,8 @@ from batch_manager.models.loading import load_model  # noqa: E402
 from batch_manager.runtime import packing  # noqa: E402
 from batch_manager.runtime.build_backend import build_native_backend  # noqa: E402
 from batch_manager.tools import __main__ as dispatcher  # noqa: E402
-from batch_manager.tools.inspect import (  # noqa: E402
-    OPTION_OF,
-    REWORDED,
-    advice_of,
-    described,
-    inspect_model,
-    main,
-)
+from batch_manager.tools.inspect import OPTION_OF, REWORDED, advice_of, main  # noqa: E402
+from batch_manager.tools.model_facts import described, inspect_model  # noqa: E402
 from tests.harness import forked  # noqa: E402
 from tests.tools.test_shared_options import parser_of  # noqa: E402
 

@@ -21,7 +21,7 @@ from batch_manager import ModelLoadError
 from batch_manager.models import load_model
 from batch_manager.models.decoder import Stage
 from batch_manager.models.loading import check_tensors, class_and_spec
-from batch_manager.tools.inspect import inspect_model
+from batch_manager.tools.model_facts import inspect_model
 from batch_manager.triton_kernels.cpu.native.library import QUANTISED_TYPES
 from batch_manager.triton_kernels.cpu.native.matrix import QuantisedMatrix, QuantisedPanels
 from batch_manager.weights.checkpoint import open_checkpoint

@@ -5,30 +5,19 @@ bounds, a share of them is within the bounds.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...errors import counted
 from ..bench.load import Load
-from ..bench.saturation import period_of, probe_load, repetitions
+from ..bench.saturation import Saturation, period_of, probe_load, repetitions
 from .traffic import Traffic
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """Result of a search for the fewest replicas.
+class Capacity(Saturation):
+    """Result of a search for the fewest replicas that sustain a rate; `broken` is the most replicas that do not."""
 
-    sustained   the fewest replicas that sustain the rate; None: no tried number sustains it
-    broken      the most replicas that do not; None: all tried numbers sustain it
-    probes      number of simulations
-    criterion   condition for a sustained rate, in words
-    """
-
-    sustained: int | None
-    broken: int | None
-    probes: int
-    criterion: str
+    __slots__ = ()
 
     def words(self) -> str:
         if self.sustained is None:

@@ -55,7 +55,7 @@ def sweep_table(result: Result) -> str:
                       *([] if finding is None else ["", finding.words()])])
 
 
-def _finding(result: Result) -> Saturation | Capacity | None:
+def _finding(result: Result) -> Saturation | None:
     """Return what a search found; None if there was no search."""
     if "saturation" in result:
         return Saturation(**result["saturation"])
