@@ -58,10 +58,10 @@ def mixture(case, dtype, kind):
         if renormalises:
             shares /= shares.sum(1, keepdim=True)
         result = torch.zeros(rows, width, dtype=torch.float64)
-        for row, (numbers, weights) in enumerate(zip(order.tolist(), shares)):
-            for expert, weight in zip(numbers, weights):
-                gate, up = (made[expert][0][1] @ x[row].double()).chunk(2)
-                result[row] += weight * (made[expert][1][1] @ (functional.silu(gate) * up))
+        for expert, (gate_up, down) in enumerate(made):
+            own, place = (order == expert).nonzero(as_tuple=True)
+            gate, up = (x[own].double() @ gate_up[1].T).chunk(2, 1)
+            result[own] += shares[own, place, None] * (functional.silu(gate) * up @ down[1].T)
         return result
 
     return hidden_states(width, dtype, rows), logits.to(dtype), operate, model
