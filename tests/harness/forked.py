@@ -5,11 +5,13 @@
 
 The program is a child of this process, and begins as a new interpreter would: with its own arguments, environment,
 working directory, streams, process group, signal handlers, limits, `sys.path` and `__main__`. Modules that take long to
-import are there already. A command is started by subprocess if it is something else, or if its environment differs in
-variables that are read while Python starts or modules are imported. Use subprocess in tests of what a program imports,
-and in one test of each program.
+import are there already. If it returns, or exits with a number, it leaves without the end of the interpreter, which
+would visit all objects of these modules. A command is started by subprocess if it is something else, or if its
+environment differs in variables that are read while Python starts or modules are imported. Use subprocess in tests of
+what a program imports, or of the end of an interpreter, and in one test of each program.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -255,7 +257,18 @@ def without_these_frames(hook):
     return show
 
 
+def leave(status: list[int]) -> None:
+    """Leave at once with a status, if there is one. The interpreter tries a flush that failed again, and reports it."""
+    if status:
+        with contextlib.suppress(OSError, ValueError, AttributeError):          # full, closed, or none
+            for file in (sys.stdout, sys.stderr):
+                file.flush()
+            os._exit(status[0])
+
+
 def main() -> None:
+    status: list[int] = []
+    atexit.register(leave, status)                             # before all other functions, so that it runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)               # Ctrl-C is for the tests
     for name in (*IMPORTED, "multiprocessing.process", "numpy"):
         with contextlib.suppress(ImportError):
@@ -266,7 +279,9 @@ def main() -> None:
     begin(request)
     try:
         execute(request["arguments"], request["environment"])
-    except SystemExit:
+        status.append(0)
+    except SystemExit as end:
+        status += [end.code or 0] if isinstance(end.code, int | None) else []
         raise
     except BaseException:
         sys.excepthook = without_these_frames(sys.excepthook)

@@ -22,7 +22,7 @@ print([[file.encoding, file.errors, file.line_buffering, file.isatty(), file.fil
 print(repr(sys.stdin.read()), file=sys.stderr)
 """
 ENDS = """
-import atexit, sys
+import atexit, os, sys, threading, time
 atexit.register(print, "at the exit")
 def fail(): {}
 print("before")
@@ -49,8 +49,10 @@ def test_a_program_finds_what_it_would_find(way, options, tmp_path):
 
 
 @pytest.mark.parametrize("ends, status", [
-    ("pass", 0), ("sys.exit('words')", 1), ("1 / 0", 1), ("raise KeyboardInterrupt", -2),
-    ("sys.excepthook = lambda *given: print(len(given)); 1 / 0", 1), ("import os; os._exit(4)", 4)])
+    ("threading.Thread(target=lambda: [time.sleep(0.1), print('in a thread')]).start()", 0), ("sys.exit(3)", 3),
+    ("sys.stdout = open('/dev/full', 'w')", 120), ("sys.exit('words')", 1), ("1 / 0", 1),
+    ("raise KeyboardInterrupt", -2),
+    ("sys.excepthook = lambda *given: print(len(given)); 1 / 0", 1), ("os._exit(4)", 4)])
 def test_a_program_ends_as_it_would_end(ends, status, tmp_path):
     (tmp_path / "ends.py").write_text(ENDS.format(ends))
     assert both([tmp_path / "ends.py"]).returncode == status
