@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -75,15 +76,19 @@ def numbers_of_the_contract() -> dict[str, list[Link]]:
 # ---------------------------------------------------------------------- what tests cite
 
 
+@cache
 def cited_by(path: Path) -> set[str]:
     """Return the numbers of clauses, invariants and suites that a Python file cites.
 
     It cites them in docstrings, at the beginning of other strings (`"I9: ..."`), and in names (`test_c7_...`).
     """
+    text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return cited_in_text(path.read_text(encoding="utf-8"))
+        return cited_in_text(text)
+    if not re.search(r"[CIT]\d|_c\d", text):          # most files, which need not be parsed
+        return set()
     found: set[str] = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    tree = ast.parse(text, str(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found |= cited_in_text(ast.get_docstring(node) or "")
@@ -119,6 +124,7 @@ def links(path: Path) -> Iterator[Link]:
             yield Link(path, text.count("\n", 0, match.start()) + 1, match[1], target, anchor)
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """Return the anchors of a file: those that GitHub gives to headings, and those written as HTML."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -133,6 +139,7 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
+@cache
 def defined_in(path: Path) -> set[str]:
     """Return the names of a Python file: functions, classes, assigned names, and methods and fields of the classes."""
     found: set[str] = set()
