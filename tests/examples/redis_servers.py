@@ -103,7 +103,9 @@ class WorkerProcess:
 
     def freeze_in_the_middle(self, requests: list[dict], lengths: list[int], num_entries: int = 2, margin: int = 100,
                              ) -> tuple[dict[str, int], dict[str, list[int]]]:
-        """Add `requests` to the stream, again and again, until the process is frozen in the middle of `num_entries`.
+        """Add `requests` to the stream, until the process is frozen in the middle of `num_entries`.
+
+        They are added again when half of them are answered.
 
         It is in the middle of an entry if 5 or more tokens are streamed and `margin` or more tokens are missing.
         However long the test process pauses, the worker cannot have finished these entries.
@@ -114,7 +116,7 @@ class WorkerProcess:
         names, before = {}, {}
 
         def is_frozen_in_the_middle() -> bool:
-            if len(names.keys() - dict(answers(self.client)).keys()) < len(requests):
+            if len(names.keys() - dict(answers(self.client)).keys()) <= len(requests) // 2:
                 names.update((name, index) for index, name in enumerate(add(self.client, requests)))
             self.freeze()
             before.update((name, tokens) for name in self.pending()
@@ -137,7 +139,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, f"waited {seconds} s in vain"
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def drawn(draw: random.Random, shortest: int = 60, longest: int = 120) -> dict:

@@ -27,8 +27,9 @@ def test_it_runs_from_anywhere_continues_each_prompt_and_ends_by_itself(is_copy,
     command = [EXAMPLE]
     if is_copy:
         command = [shutil.copy(EXAMPLE, tmp_path), REPOSITORY / "examples" / "models" / "austen-4m"]
-    result = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
-                            timeout=120)
+    start = forked if is_copy else subprocess
+    result = start.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
+                       timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     prompts = ["It is a truth universally acknowledged", "Emma smiled, and", "The ball"]

@@ -89,9 +89,8 @@ def test_piped_it_prints_plain_lines_texts_statistics_and_the_schedule():
 
 
 def test_an_interrupt_answers_everybody_and_ends_with_130():
-    process = subprocess.Popen([sys.executable, "-u", QUICKSTART, "--max-new-tokens", "1500"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, encoding="utf-8",
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # else ignored
+    process = forked.Popen([sys.executable, QUICKSTART, "--max-new-tokens", "1500"], stdout=subprocess.PIPE,
+                           stderr=subprocess.PIPE, text=True, encoding="utf-8")
     try:
         for line in process.stdout:
             if re.match(r"\[\d+\] [^(]", line):             # some text has come

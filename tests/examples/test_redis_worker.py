@@ -343,7 +343,7 @@ def check_log(worker: WorkerProcess) -> None:
 def cases():
     """Random requests, and the (tokens, finish reason) of each."""
     draw = random.Random(1)
-    requests = [drawn(draw, 250, 350) for _ in range(8)]
+    requests = [drawn(draw, 180, 220) for _ in range(8)]
     return requests, undisturbed(requests)
 
 

@@ -1,7 +1,6 @@
 """Examples refuse options that cannot be used in one line, with status 2 and without a stack."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 
 
-def run(program, *options, start=subprocess):
-    return start.run([sys.executable, EXAMPLES / program, *options], capture_output=True, text=True, timeout=60,
+def run(program, *options):
+    return forked.run([sys.executable, EXAMPLES / program, *options], capture_output=True, text=True, timeout=60,
                      env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
 
 
@@ -42,8 +41,7 @@ def test_an_option_of_the_redis_worker(option, value, message):
 def test_the_model_of_the_redis_worker():
     pytest.importorskip("redis")
     pytest.importorskip("torch")
-    ended = run("redis_worker.py", "--model", "nowhere", "--redis", "redis://localhost", "--consumer", "a",
-                start=forked)
+    ended = run("redis_worker.py", "--model", "nowhere", "--redis", "redis://localhost", "--consumer", "a")
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("redis_worker: the model folder 'nowhere' cannot be opened")
 
@@ -66,8 +64,8 @@ def test_the_model_of_constrained_output(tmp_path):
     pytest.importorskip("llguidance")
     shown = run("constrained_output.py", "--help")
     assert shown.returncode == 0 and "Constrained output: JSON from a schema" in shown.stdout
-    check_refusal(run("constrained_output.py", tmp_path, start=forked),
+    check_refusal(run("constrained_output.py", tmp_path),
                   f"there is no tokenizer.json in {tmp_path}; expected ")
     tokenizer = (EXAMPLES / "models" / "austen-4m" / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(tokenizer)
-    check_refusal(run("constrained_output.py", tmp_path, start=forked), "config.json")
+    check_refusal(run("constrained_output.py", tmp_path), "config.json")

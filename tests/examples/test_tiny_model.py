@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,9 @@ def test_model_stops_by_itself(loaded, tokenizer):
 
 def test_training_script_writes_a_loadable_folder(tmp_path):
     folder = tmp_path / "smoke"
-    command = [sys.executable, str(TRAINING_SCRIPT), "--output", str(folder), "--max-steps", "2"]
+    text = tmp_path / "text.txt.xz"
+    text.write_bytes(lzma.compress(lzma.decompress(TEXT.read_bytes())[:500_000]))
+    command = [sys.executable, str(TRAINING_SCRIPT), "--output", str(folder), "--data", text, "--max-steps", "2"]
     command += ["--batch-tokens", "256", "--length", "64", "--final-length", "64"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
