@@ -26,8 +26,10 @@ from batch_manager.triton_kernels.interpreter import accept_arrays_of_one_elemen
 
 from .quick_operations import (
     ARITHMETIC,
+    FUNCTIONS,
     NAMES,
     Calls,
+    load_once_per_types,
     new_axes_once_per_type,
     operation_once_per_types,
     refuse_overflow,
@@ -37,9 +39,11 @@ from .quick_operations import (
 def replace_functions_once(replace_functions):
     """Replace the functions of triton.language that a kernel's function uses, unless a running kernel did so already.
 
+    What takes their place is found once for the modules of triton.language that the function names.
+
     replace_functions   `_patch_lang` of Triton's interpreter
     """
-    language, modules_of = interpreter.tl, {}
+    language, modules_of, replaced = interpreter.tl, {}, {}
 
     def replace(function):
         modules = modules_of.get(function)
@@ -48,7 +52,15 @@ def replace_functions_once(replace_functions):
                                               if value is language or value is language.core]
         if modules and not any(language.core.is_builtin(module.load) for module in modules):
             return interpreter._LangPatchScope()
-        return replace_functions(function)
+        key = tuple(map(id, modules))
+        if key not in replaced:
+            scope = replace_functions(function)
+            replaced[key] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for change in replaced[key]:
+            scope.set_attr(*change)
+        return scope
 
     return replace
 
@@ -197,8 +209,10 @@ def functions_once():
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
-        if owner is core.tensor and name in NAMES:
+        if name in (NAMES if owner is core.tensor else FUNCTIONS):
             return operation_once_per_types(name, call, calls)
+        if name == "load" and owner is not core.tensor:
+            return load_once_per_types(call)
         return new_axes_once_per_type(call) if owner is core.tensor and name == "__getitem__" else call
 
     def set_function(owner, name, function, builder, scope):

@@ -1,17 +1,19 @@
-"""Operations of interpreted Triton kernels on two operands, without Triton's front end after the first time.
+"""Operations of interpreted Triton kernels, without Triton's front end after the first time.
 
 For `a + b`, Triton derives the type of the result, casts and broadcasts the operands, and calls one function of numpy.
 This module notes that function and the casts when operands of these types come the first time, and calls the function
-itself from then on. It does so only if it gets the bits of Triton's result that first time.
+itself from then on. It does so only if it gets the bits of Triton's result that first time. Loads are made likewise.
 """
 
 import numpy as np
 from triton.language import core
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 NAMES = frozenset(f"__{prefix}{name}__" for prefix in ("", "r") for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "gt", "ge", "lt", "le",
     "eq", "ne"))
+FUNCTIONS = frozenset(("where", "maximum", "minimum", "fma", "exp2", "log2"))
 ARITHMETIC = {np.add: "add", np.subtract: "sub", np.multiply: "mul"}
 OF_TRUTH_VALUES = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}      # numpy agrees with Triton on these
 AS_BITS = ("fp8", "bf16")                                   # numbers of these types are bits for numpy
@@ -24,20 +26,36 @@ def refuse_overflow(name, exact):
         raise OverflowError(f"{name} of int32 gives values from {exact.min():,} to {exact.max():,}")
 
 
-class Calls:
-    """The calls of the functions of Triton's interpreter that compute on two operands, while `noted` is a list.
+def fused_multiply_add(first, second, third):
+    """Return first * second + third, rounded once, of float32 arrays."""
+    if not first.shape == second.shape == third.shape:
+        first, second, third = np.broadcast_arrays(first, second, third)
+    return interpreter._interpreter.fma_fp32(first, second, third)
 
-    Each is noted as (function of two arrays, handle of the left operand, handle of the right operand).
+
+class Calls:
+    """The calls of the functions of Triton's interpreter that compute each entry of a result, while `noted` is a list.
+
+    Each is noted as (function of arrays, handle of each operand).
     """
 
     def __init__(self):
         self.noted = None
-        operate, divide, add_offset = (getattr(InterpreterBuilder, name)
-                                       for name in ("binary_op", "create_idiv", "create_addptr"))
+        unary, binary, ternary, divide, add_offset, fuse = (getattr(InterpreterBuilder, name) for name in (
+            "unary_op", "binary_op", "ternary_op", "create_idiv", "create_addptr", "create_fma"))
+
+        def unary_op(builder, operand, function):
+            self.note(function, operand)
+            return unary(builder, operand, function)
 
         def binary_op(builder, left, right, function):
             self.note(function, left, right)
-            return operate(builder, left, right, function)
+            return binary(builder, left, right, function)
+
+        def ternary_op(builder, *operands_and_function):
+            *operands, function = operands_and_function
+            self.note(function, *operands)
+            return ternary(builder, *operands, function)
 
         def create_idiv(builder, left, right):
             self.note(lambda left, right: (left - np.fmod(left, right)) // right, left, right)
@@ -48,18 +66,23 @@ class Calls:
             self.note(lambda pointer, offset: pointer + size * offset.astype(np.uint64), pointer, offset)
             return add_offset(builder, pointer, offset)
 
-        for method in (binary_op, create_idiv, create_addptr):
+        def create_fma(builder, first, second, third):
+            if third.data.dtype == np.float32:
+                self.note(fused_multiply_add, first, second, third)
+            return fuse(builder, first, second, third)
+
+        for method in (unary_op, binary_op, ternary_op, create_idiv, create_addptr, create_fma):
             setattr(InterpreterBuilder, method.__name__, method)
 
     def note(self, *call):
         if self.noted is not None:
             self.noted.append(call)
 
-    def of(self, operation, first, second):
+    def of(self, operation, operands):
         """Return the result of an operation, and the calls that it took."""
         self.noted = noted = []
         try:
-            return operation(first, second), noted
+            return operation(*operands), noted
         finally:
             self.noted = None
 
@@ -67,95 +90,161 @@ class Calls:
 class Plan:
     """One operation on operands of given types. The first call has computed `result`.
 
-    function, left, right   the noted call
-    constant                the value of the second operand is part of the plan, as it is a number
-    is_reversed             the second operand is on the left
+    function      the function of the noted call
+    handles       its operands
+    constants     the data of the operands that are numbers, which are part of the plan; None for others
+    is_reversed   there are two operands, and the second is on the left
     """
 
-    def __init__(self, function, left, right, constant, is_reversed, result):
-        self.data_type, self.handle_type, self.type = result.handle.data.dtype, result.handle.dtype, result.type
-        self.left_type, self.right_type, self.is_reversed = left.data.dtype, right.data.dtype, is_reversed
+    def __init__(self, function, handles, constants, is_reversed, result):
+        self.data_type, self.handle_type = result.handle.data.dtype, result.handle.dtype
+        self.fields = vars(result).copy()
+        self.types, self.constants, self.is_reversed = [one.data.dtype for one in handles], constants, is_reversed
+        self.has_constants = any(constant is not None for constant in constants)
         self.function = function
-        self.is_exact = function in ARITHMETIC and self.left_type == np.int32 and self.handle_type is core.int32
-        self.constant = (left if is_reversed else right).data.reshape(-1)[:1].copy() if constant else None
+        self.is_exact = function in ARITHMETIC and self.types[0] == np.int32 and self.handle_type is core.int32
 
-    def compute(self, first, second):
-        """Return the data of the result. A constant takes the place of `second`."""
-        if self.constant is not None:
-            second = self.constant
-        left, right = (second, first) if self.is_reversed else (first, second)
+    def compute(self, arrays):
+        """Return the data of the result. The constants take the places of numbers."""
+        if self.has_constants:
+            arrays = [array if constant is None else constant for array, constant in zip(arrays, self.constants)]
+        if self.is_reversed:
+            arrays = arrays[::-1]
         if self.is_exact:
-            exact = self.function(left.astype(np.int64), right.astype(np.int64))
-            refuse_overflow(ARITHMETIC[self.function], exact)
-            return exact.astype(np.int32)
-        if left.dtype is not self.left_type:
-            left = left.astype(self.left_type)
-        if right.dtype is not self.right_type:
-            right = right.astype(self.right_type)
-        data = self.function(left, right)
+            return self.compute_int32(*arrays)
+        data = self.function(*[array if array.dtype is type else array.astype(type)
+                               for array, type in zip(arrays, self.types)])
         return data if data.dtype is self.data_type else data.astype(self.data_type)
 
+    def compute_int32(self, left, right):
+        exact = self.function(left, right, dtype=np.int64)
+        data = exact.astype(np.int32)
+        if data.item() != exact.item() if data.size == 1 else np.logical_or.reduce(data != exact, axis=None):
+            refuse_overflow(ARITHMETIC[self.function], exact)
+        return data
 
 
-def tensor(data, handle_type, type):
-    """Return a tensor of Triton. Its handle is not checked, as the handle of an earlier tensor of these types was."""
+def tensor(data, handle_type, fields):
+    """Return a tensor of Triton. Its handle is not checked, as the handle of an earlier tensor of these types was.
+
+    fields   the attributes of that tensor
+    """
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, handle_type, {}
-    return core.tensor(handle, type)
+    made = object.__new__(core.tensor)
+    made.__dict__.update(fields)
+    made.handle = handle
+    return made
 
 
-def plan_for(calls, first, second, is_reversed, result):
+def plan_for(noted, operands, is_reversed, result):
     """Return the plan of an operation, or None if it took other than one call, or numpy cannot do without Triton.
 
-    second   the second operand, a tensor or a number
+    noted      the calls that the operation took
+    operands   tensors and numbers
     """
-    if len(calls) != 1 or type(result) is not core.tensor:
+    if len(noted) != 1 or type(result) is not core.tensor:
         return None
-    (function, left, right), = calls
-    operands = [first] if type(second) is not core.tensor else [first, second]
-    if any(operand.type.scalar.name.startswith(AS_BITS) for operand in (*operands, result)):
+    (function, *handles), = noted
+    tensors = [one for one in operands if type(one) is core.tensor]
+    if len(handles) != len(operands) or any(one.type.scalar.name.startswith(AS_BITS) for one in (*tensors, result)):
         return None
-    if left.data.dtype == right.data.dtype == np.bool_ and function not in OF_TRUTH_VALUES:
+    if all(handle.data.dtype == np.bool_ for handle in handles) and function not in OF_TRUTH_VALUES:
         return None
-    if any(operand.type.scalar.is_ptr() for operand in operands):       # an address is on the left
-        is_reversed = not first.type.scalar.is_ptr()
-    plan = Plan(function, left, right, len(operands) == 1, is_reversed, result)
-    data, expected = plan.compute(*(operand.handle.data for operand in operands), *[None] * (2 - len(operands))), \
-        result.handle.data
-    is_equal = data.dtype == expected.dtype and data.shape == expected.shape and data.tobytes() == expected.tobytes()
-    return plan if is_equal else None
+    if function not in (np.where, fused_multiply_add) and any(one.type.scalar.is_ptr() for one in tensors):
+        is_reversed = not operands[0].type.scalar.is_ptr()              # an address is on the left
+    places = handles[::-1] if is_reversed else handles
+    constants = [None if type(one) is core.tensor else handle.data.reshape(-1)[:1].copy()
+                 for one, handle in zip(operands, places)]
+    plan = Plan(function, handles, constants, is_reversed, result)
+    data = plan.compute([one.handle.data if type(one) is core.tensor else None for one in operands])
+    return plan if are_equal(data, result.handle.data) else None
+
+
+def are_equal(data, expected):
+    return data.dtype == expected.dtype and data.shape == expected.shape and data.tobytes() == expected.tobytes()
 
 
 def operation_once_per_types(name, operation, calls):
-    """Return an operation of two operands that uses Triton for operands of new types only.
+    """Return an operation that uses Triton for operands of new types only.
 
-    name        `__add__` or another of NAMES
-    operation   Triton's: (tensor, tensor or number) -> tensor
+    name        `__add__` or another of NAMES or FUNCTIONS
+    operation   Triton's: tensors or numbers -> tensor
     """
     plans, is_reversed = {}, name[2:-2] in {f"r{other[2:-2]}" for other in NAMES}
 
-    def operate(first, second, **_):
-        handle = first.handle
-        if type(second) is core.tensor:
-            other = second.handle
-            key = (id(first.type), id(handle.dtype), handle.data.dtype, id(second.type), id(other.dtype),
-                   other.data.dtype)
-            other_data = other.data
-        else:
-            value, other_data = getattr(second, "value", second), None
-            if type(value) not in (int, float, bool):
-                return operation(first, second)
-            key = id(first.type), id(handle.dtype), handle.data.dtype, type(value), value or repr(value)
+    def operate(*operands, **options):
+        if options and (len(options) > 1 or "_semantic" not in options):
+            return operation(*operands, **options)
+        key, arrays = [], []
+        for operand in operands:
+            if type(operand) is core.tensor:
+                handle = operand.handle
+                arrays.append(handle.data)
+                key += id(operand.type), id(handle.dtype), handle.data.dtype
+            else:
+                value = getattr(operand, "value", operand)
+                if type(value) not in (int, float, bool):
+                    return operation(*operands)
+                arrays.append(None)
+                key += type(value), value or repr(value)
+        key = tuple(key)
         plan = plans.get(key, calls)
         if plan is calls:
-            result, noted = calls.of(operation, first, second)
-            plans[key] = plan_for(noted, first, second, is_reversed, result)
+            result, noted = calls.of(operation, operands)
+            plans[key] = plan_for(noted, operands, is_reversed, result)
             return result
         if plan is None:
-            return operation(first, second)
-        return tensor(plan.compute(handle.data, other_data), plan.handle_type, plan.type)
+            return operation(*operands)
+        return tensor(plan.compute(arrays), plan.handle_type, plan.fields)
 
     return operate
+
+
+def load_once_per_types(operation):
+    """Return `tl.load`, which uses Triton only for the first address of a type, or if it casts or broadcasts addresses.
+
+    operation   Triton's: (addresses, mask, other, options without effect here) -> tensor
+    """
+    plans = {}
+
+    def load(pointer, mask=None, other=None, **options):
+        handle, inside, rest = pointer.handle, True, getattr(other, "value", other)
+        addresses = handle.data
+        if type(mask) is core.tensor:
+            inside = mask.handle.data
+        elif mask is not None:
+            return operation(pointer, mask, other, **options)
+        if type(rest) not in (int, float, type(None)):
+            return operation(pointer, mask, other, **options)
+        key = (id(pointer.type), id(handle.dtype), addresses.shape, mask is None or (id(mask.type), inside.shape),
+               type(rest), rest or repr(rest))
+        plan = plans.get(key, plans)
+        if plan is plans or plan is None:
+            result = operation(pointer, mask, other, **options)
+            if plan is plans:
+                plans[key] = plan_of(addresses, inside, rest, result)
+            return result
+        numpy_type, elsewhere, handle_type, fields = plan
+        return tensor(loaded(addresses, inside, elsewhere, numpy_type), handle_type, fields)
+
+    def loaded(addresses, inside, elsewhere, numpy_type):
+        if inside is True or inside.shape != addresses.shape:
+            everywhere = np.empty(addresses.shape, dtype=np.bool_)
+            everywhere[...] = inside
+            inside = everywhere
+        return interpreter._interpreter.load(addresses, inside, elsewhere, numpy_type)
+
+    def plan_of(addresses, inside, rest, result):
+        data = result.handle.data
+        if data.shape != addresses.shape or result.type.scalar.name.startswith((*AS_BITS, "int1")) \
+                or result.type.scalar.is_ptr():
+            return None
+        elsewhere = np.full(addresses.shape, rest or 0, data.dtype)
+        plan = data.dtype, elsewhere, result.handle.dtype, vars(result).copy()
+        return plan if are_equal(loaded(addresses, inside, elsewhere, data.dtype), data) else None
+
+    return load
 
 
 def new_axes_once_per_type(operation):
@@ -174,7 +263,7 @@ def new_axes_once_per_type(operation):
         if data is None:
             result = operation(first, indices)
             if result.handle.data.shape == handle.data[indices].shape:
-                types[key] = result.handle.dtype, result.type
+                types[key] = result.handle.dtype, vars(result).copy()
             return result
         return tensor(data, *types[key])
 

@@ -32,7 +32,13 @@ def check(attention_class, layout, step, by_oracle, rotary):
         expected = by_oracle(layout, expected_pool, layer, step, query, key, value, rotary)
         result = attention.run(layer, query, key, value, rotary)
         torch.testing.assert_close(result, expected, atol=TOLERANCE[layout.dtype], rtol=TOLERANCE[layout.dtype])
-    torch.testing.assert_close(pool, expected_pool, atol=TOLERANCE[layout.dtype], rtol=TOLERANCE[layout.dtype])
+    # The step's own tokens agree within the tolerance, and all else is as it was.
+    block, offset = (torch.from_numpy(found) for found in divmod(step.pool_slots, layout.tokens_per_block))
+    written = expected_pool[block, ..., offset, :]
+    torch.testing.assert_close(pool[block, ..., offset, :], written, atol=TOLERANCE[layout.dtype],
+                               rtol=TOLERANCE[layout.dtype])
+    pool[block, ..., offset, :] = written
+    assert torch.equal(pool, expected_pool)
 
 
 @pytest.mark.parametrize("case", STEPS)

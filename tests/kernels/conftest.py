@@ -9,8 +9,8 @@ their own process.
 With BATCH_MANAGER_ARGUMENT_SETS=FILE in the environment, no kernel runs. Every call of a kernel is written to the file
 for compile_argument_sets.py, and the oracle computes the result. The tests run as on a machine with a GPU, which is
 pretended; see pretended_gpu.py. Passing tests then prove only that all calls were recorded, and that no test mixes
-tensors of two devices. With BATCH_MANAGER_EACH_VALUE_ONCE=1 too, only some tests run: with each value of each parameter
-at least once.
+tensors of two devices. Tests without a fixture that puts tensors on the device are left out. With
+BATCH_MANAGER_EACH_VALUE_ONCE=1 too, only some tests run: with each value of each parameter at least once.
 
 Of a test with the mark `pairs`, an interpreter runs each pair of values of its parameters, and not each combination. A
 GPU runs them all, and so does BATCH_MANAGER_ALL_CASES=1. The campaign T18 records the calls of them all.
@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 RECORD_TO = os.environ.get("BATCH_MANAGER_ARGUMENT_SETS")      # a file; None: kernels run
 DEVICE = "cuda" if torch.cuda.is_available() or RECORD_TO else "cpu"
 
+ON_THE_DEVICE = {"run_kernel", "run_oracle", "random", "integers"}         # fixtures that put tensors on it
 TWIN_ROUNDINGS = 2      # roundings to the storage dtype that a CPU form may have beyond the kernel's
 
 
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(items):
     each_value_once = os.environ.get("BATCH_MANAGER_EACH_VALUE_ONCE") == "1"
     runs_all = DEVICE == "cuda" or os.environ.get("BATCH_MANAGER_ALL_CASES") == "1"
     cases, left_out = defaultdict(list), set()
+    if RECORD_TO:
+        items[:] = [item for item in items if ON_THE_DEVICE & set(item.fixturenames)]
     for item in items:
         if HERE in item.path.parents and hasattr(item, "callspec"):
             cases[item.path, item.originalname].append(item)

@@ -17,6 +17,7 @@ TYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.in
          torch.float64)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint32)
 FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SELECTED = (torch.bool, torch.int32, torch.float16, torch.bfloat16, torch.float32)
 INT32_MAX, UINT8_MAX = 2**31 - 1, 255
 
 
@@ -71,6 +72,19 @@ def _of_fractions(first_ptr, second_ptr, out_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _selected(first_ptr, second_ptr, out_ptr, SIZE: tl.constexpr):
+    """Loads with and without masks, and functions of operands of different types, shapes, or without a shape."""
+    lane = tl.arange(0, SIZE)
+    first, table = tl.load(first_ptr + lane), tl.load(first_ptr + lane[:, None] * 0 + lane, lane < SIZE - 3, 2)
+    second = tl.load(second_ptr + lane, mask=lane > 2, other=-float("inf"), cache_modifier=".cg")
+    scalar, other = tl.load(second_ptr + 1), tl.load(second_ptr + lane, lane < 4, other=first)
+    table = tl.where((first < scalar)[:, None], table, tl.maximum(second[None, :], -3)) + tl.minimum(first, 2)
+    wide, row = table.to(tl.float32), other.to(tl.float32)
+    wide = tl.fma(wide, row, tl.exp2(row[:, None] - tl.log2(tl.maximum(row, 0.5)))) + tl.fma(row, -0.5, row)
+    tl.store(out_ptr + lane[:, None] * SIZE + lane, tl.where(wide > tl.maximum(scalar, 1), wide, -0.0))
+
+
+@triton.jit
 def _add(numbers_ptr, out_ptr, more, SIZE: tl.constexpr):
     lane = tl.arange(0, SIZE)
     tl.store(out_ptr + lane, tl.load(numbers_ptr + lane) + more)
@@ -95,7 +109,7 @@ def results():
     draw = torch.Generator().manual_seed(3)
     for time in ("first", "second"):
         for kernel, types, size in ((_arithmetic, TYPES, 64), (_of_integers, INTEGERS, 8),
-                                    (_of_fractions, FRACTIONS, 8)):
+                                    (_of_fractions, FRACTIONS, 8), (_selected, SELECTED, 64)):
             for first in types:
                 for second in types:
                     given = [torch.randint(0, 2 if type is torch.bool else 7, (8,), generator=draw).to(type)

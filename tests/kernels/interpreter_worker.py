@@ -18,6 +18,7 @@ import struct
 import sys
 import traceback
 
+import numpy as np
 import torch
 
 
@@ -49,10 +50,11 @@ def dots_in_one_order(module, is_on):
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for inner in range(a.data.shape[1]):
-            total += a.data[:, inner, None].astype(total.dtype) * b.data[inner].astype(total.dtype)
-        return TensorHandle(total, d.dtype.scalar)
+        first, second = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        terms = np.empty((1 + len(second), *d.data.shape), d.data.dtype)
+        terms[0] = d.data
+        np.multiply(first.T[:, :, None], second[:, None], out=terms[1:])
+        return TensorHandle(np.add.reduce(terms, axis=0), d.dtype.scalar)       # one term after the other
 
     before, InterpreterBuilder.create_dot = InterpreterBuilder.create_dot, create_dot
     try:

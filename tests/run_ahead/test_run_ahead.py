@@ -125,12 +125,13 @@ def what_a_discarded_row_wrote_is_not_cleared(patch) -> None:
 
 
 # Scripted scenarios, most of which take a third of a second. The first seed, or a seed soon after it, catches the bug.
+# Without the bug, most of the first seeds are among SEEDS.
 @pytest.mark.parametrize(("plant", "first_seed"), [
-    (one_column_per_slot, 1), (rows_of_ended_requests_are_read, 1), (void_rows_are_read, 1),
-    (requests_in_lockstep_run_ahead, 1), (contexts_are_published_unread, 67),
-    (rows_are_judged_by_the_new_owner_of_a_slot, 1), (what_a_discarded_row_wrote_is_not_cleared, 1)])
+    (one_column_per_slot, 1), (rows_of_ended_requests_are_read, 3), (void_rows_are_read, 1),
+    (requests_in_lockstep_run_ahead, 3), (contexts_are_published_unread, 67),
+    (rows_are_judged_by_the_new_owner_of_a_slot, 1), (what_a_discarded_row_wrote_is_not_cleared, 9)])
 def test_a_planted_bug_is_caught(plant, first_seed, checkpoints, monkeypatch):
-    assert run_seed(first_seed, checkpoints)[1] == []
+    assert first_seed in SEEDS or run_seed(first_seed, checkpoints)[1] == []
     plant(monkeypatch)
     assert any(run_seed(seed, checkpoints)[1] for seed in range(first_seed, first_seed + 100, 2))
 
@@ -138,4 +139,4 @@ def test_a_planted_bug_is_caught(plant, first_seed, checkpoints, monkeypatch):
 @pytest.mark.parametrize("plant", [one_column_per_slot, requests_in_lockstep_run_ahead])
 def test_a_bug_that_is_planted_under_a_checkpoint_is_caught(plant, checkpoints, monkeypatch):
     plant(monkeypatch)
-    assert any(run_seed(seed, checkpoints, "llama")[1] for seed in range(0, 20, 2))
+    assert any(run_seed(seed, checkpoints, "llama")[1] for seed in (2, 0, *range(4, 20, 2)))

@@ -88,13 +88,13 @@ def steps(every_pair):
     For each batch size, these are generation steps of sequences of equal length, a generation step with one long and
     otherwise short sequences, and steps with contexts, alone and with generation.
 
-    every_pair   True: every batch size gets every length in blocks. False: batch sizes up to 16, multiples of 16 and
-                 their successors get every length; other batch sizes get every eighth length, with varying offset
+    every_pair   True: every batch size gets every length in blocks. False: batch sizes up to 4, powers of two and their
+                 neighbours get every length; other batch sizes get every 16th length, with varying offset
     """
     whole = TOKENS_PER_BLOCK * MAX_PAGES
     for batch in range(1, MAX_BATCH + 1):
-        has_all = every_pair or batch <= 16 or batch % 16 <= 1
-        for pages in range(1, MAX_PAGES + 1) if has_all else range(1 + batch % 8, MAX_PAGES + 1, 8):
+        has_all = every_pair or batch <= 4 or any((batch + more).bit_count() == 1 for more in (-1, 0, 1))
+        for pages in range(1, MAX_PAGES + 1) if has_all else range(1 + batch % 16, MAX_PAGES + 1, 16):
             yield packed_step([1] * batch, [pages * TOKENS_PER_BLOCK] * batch, 0)
         yield packed_step([1] * batch, [whole] + [1] * (batch - 1), 0)
         for context, cached in ((1, 0), (16, 0), (37, 100), (37, 1900)):

@@ -6,6 +6,7 @@ A *plain* step samples with temperature, top-k, top-p and min-p only; see runtim
 folder for checkpoints of tests/integration/engine_modes.py. test_recorded_steps.py runs this program.
 """
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -375,6 +376,7 @@ if __name__ == "__main__":
     # The warm-up and the comparison of fused products take most of the time, and other tests cover them.
     table.warm_up = lambda *_: None
     fused.compared_tokens = lambda *_: ()
+    gc.freeze()                                     # a Recorder visits the objects of the collector
     made = Steps(engine_modes.checkpoint(sys.argv[1]))
     for finding in chain(recordings(made), planted(made), adapted(sys.argv[1]),
                          wrong_replays(sys.argv[1]), replays(sys.argv[1]), launches(sys.argv[1]),

@@ -1,6 +1,7 @@
 """On each backend, a sequence gets the tokens of a run alone, in random batches, chunks, pauses, slots and blocks."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -251,15 +252,29 @@ def test_on_the_scripted_backend(seed):
     check_against_the_hash(backend, sequences)
 
 
-@MASKS
-@pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
-def test_on_the_native_backend(checkpoint, layout, mask):
+def native_backend(checkpoint, layout, mask):
     kv = KvCacheConfig(tokens_per_block=SIZE, max_tokens=BLOCKS * SIZE,
                        **dict(zip(("max_attention_window", "sink_token_length"), mask)))
     params = TrtGptModelOptionalParams(device="cpu", kv_cache_config=kv)
-    backend = build_native_backend(checkpoint[0], params, layout=layout, num_slots=2)
+    return build_native_backend(checkpoint[0], params, layout=layout, num_slots=2)
+
+
+@pytest.fixture(scope="module")
+def texts_of(checkpoint):
+    """Return the function mask -> the tokens of each sequence in packed steps of its own."""
+    @cache
+    def texts(mask):
+        backend = native_backend(checkpoint, packing.packed, mask)
+        return [alone(backend, sequence, *mask) for sequence in with_features(sequences_of(25, seed=1))]
+
+    return texts
+
+
+@MASKS
+@pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
+def test_on_the_native_backend(checkpoint, texts_of, layout, mask):
     sequences = with_features(sequences_of(25, seed=1))
-    schedule = Schedule(backend, sequences, 2, *mask)
+    schedule = Schedule(native_backend(checkpoint, layout, mask), sequences, 2, *mask)
     schedule.run()
     assert schedule.pauses and schedule.reruns and schedule.followed and bool(mask) == bool(schedule.taken_back)
-    assert [sequence.generated for sequence in sequences] == [alone(backend, sequence, *mask) for sequence in sequences]
+    assert [sequence.generated for sequence in sequences] == texts_of(mask)

@@ -39,10 +39,14 @@ def dry_graphs() -> Iterator[None]:
     """Context manager: an engine with cuda_graphs=True captures each graph as a DryGraph, also on a CPU.
 
     Steps with contexts are not captured: graphs pad these steps, and interpreting the padding takes a second per step.
+    An engine has no warm-up, and does not compare its graphs with launches, which takes most of the time.
     """
     from batch_manager.runtime import build_backend
+    from batch_manager.runtime.forms import table
 
     before = _, build = build_backend.mixed_sizes, build_backend.build_native_backend
+    in_table = table.warm_up, table.difference_of_graphs
+    table.warm_up, table.difference_of_graphs = lambda *_: None, lambda *_, **__: None
     build_backend.mixed_sizes = lambda *_: frozenset()
     build_backend.build_native_backend = lambda path, params, **more: build(
         path, params, **more, **({"graph": DryGraph} if params.cuda_graphs else {}))
@@ -50,3 +54,4 @@ def dry_graphs() -> Iterator[None]:
         yield
     finally:
         build_backend.mixed_sizes, build_backend.build_native_backend = before
+        table.warm_up, table.difference_of_graphs = in_table
