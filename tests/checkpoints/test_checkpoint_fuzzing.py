@@ -24,7 +24,7 @@ from .rules import Good, judge
 from .trial import outcome_of
 from .watch import audited
 
-SEEDS = range(5_000)               # the campaign tries a million
+SEEDS = range(2_500)               # the campaign tries a million
 
 
 def try_all(bench, keys):
@@ -95,13 +95,13 @@ def test_a_key_always_means_the_same_files(tmp_path):
 
 
 def test_damaged_adapter_folders_are_read_rightly_or_refused(bench):
-    counts = try_all(bench, [f"{ADAPTER}{seed}" for seed in range(600)])
-    assert counts.ends["good"] > 80 and counts.ends["bad"] > 400 and counts.ends["undecided"] < 20
+    counts = try_all(bench, [f"{ADAPTER}{seed}" for seed in range(300)])
+    assert counts.ends["good"] > 40 and counts.ends["bad"] > 200 and counts.ends["undecided"] < 10
 
 
 def test_damaged_gguf_files_are_read_rightly_or_refused(bench):
-    counts = try_all(bench, [f"{GGUF}{seed}" for seed in range(2000)])
-    assert counts.ends["good"] > 200 and counts.ends["bad"] > 1000
+    counts = try_all(bench, [f"{GGUF}{seed}" for seed in range(1000)])
+    assert counts.ends["good"] > 100 and counts.ends["bad"] > 500
 
 
 @pytest.mark.parametrize("architecture, kind", ARCHITECTURE_AND_KIND)

@@ -211,7 +211,7 @@ def prompts():
 def check_against():
     """check_against(model, driver, prompts, ...): generate with the driver and compare all logits with transformers."""
 
-    def check(model, run, prompts, steps=20, chunk=None, tolerance=1e-4):
+    def check(model, run, prompts, steps=10, chunk=None, tolerance=1e-4):
         sequences, logits = run.generate(prompts, steps, chunk)
         expected = expected_logits(model, sequences, steps)
         assert expected.abs().max() > 1.0                              # the comparison means something

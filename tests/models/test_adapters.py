@@ -230,8 +230,8 @@ def test_adapters_of_a_prefetch_folder_are_there_from_the_first_request_on(refer
 
 @pytest.fixture(scope="module")
 def mixture(reference):
-    """Return (200 requests of forty adapters and none, the tokens of each alone)."""
-    made = Mixture(*reference("Qwen2"), seed=1, by_peft=8)
+    """Return (120 requests of forty adapters and none, the tokens of each alone)."""
+    made = Mixture(*reference("Qwen2"), seed=1, count=120, by_peft=8)
     return made, made.run_alone()
 
 

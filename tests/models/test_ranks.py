@@ -86,7 +86,7 @@ def check_ranks(path, recordable=True):
     whole = Driver(load_model(path, device="cpu", dtype="float32"))
     sequences, logits = whole.generate(PROMPTS, 3, chunk=16)
     assert logits.abs().max() > 1.0
-    for size, compiled in ((2, False), (4, False), (2, True)):
+    for size, compiled in ((4, False), (2, True), *(() if recordable else [(2, False)])):
         def work(split, compiled=compiled):
             loaded = load_model(path, device="cpu", dtype="float32", split=split, compiled_step=compiled)
             assert loaded.spec.num_heads * split.size == whole.loaded.spec.num_heads
@@ -99,7 +99,7 @@ def check_ranks(path, recordable=True):
         if compiled and not recordable:
             with pytest.raises(NotRecordableError, match="norms rows of which each rank has a part"):
                 Threads(size).run(work)
-            break
+            continue
         for own_sequences, own_logits in Threads(size).run(work):
             assert (own_logits - logits).abs().max() < 1e-4
             assert own_sequences == sequences

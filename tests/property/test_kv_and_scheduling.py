@@ -1,4 +1,4 @@
-"""All features of scheduling and the KV cache together keep the rules of planning_run.py in 250 random scenarios.
+"""All features of scheduling and the KV cache together keep the rules of planning_run.py in 150 random scenarios.
 
 tests/campaigns/kv_and_scheduling.py runs more scenarios: 5,226 in its longest run.
 """
@@ -7,7 +7,7 @@ import pytest
 
 from .runs import run_seed
 
-SEEDS, AT_A_TIME = 250, 50
+SEEDS, AT_A_TIME = 150, 50
 
 
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, AT_A_TIME))
