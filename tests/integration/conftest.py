@@ -121,7 +121,7 @@ class Reference(GreedyModel):
         attention = "sdpa" if family.startswith("falcon") else "eager"
         self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         self.model.save_pretrained(folder)
-        self.folder, self.vocab_size = folder, VOCAB
+        self.family, self.folder, self.vocab_size = family, folder, VOCAB
         assert json.loads((folder / "config.json").read_text())["architectures"]
         self._logits: dict[tuple, np.ndarray] = {}
 

@@ -46,10 +46,9 @@ BEAMS = [(6, {"beam_width": 3}), (17, {"beam_width": 2, "len_penalty": 1.0})]
 MODES = {
     "plain": {"pool": 40},
     "beams": {"pool": 40, "max_beam_width": 3},
-    "overlap": {"pool": 40, "enable_trt_overlap": True},
     "run_ahead": {"pool": 40, "run_ahead": True, "kv_cache_dtype": "fp8_e4m3"},
     "reuse": {"pool": 40, "enable_block_reuse": True},
-    "windows": {"pool": 40, "max_attention_window": 18, "sink_token_length": 2},
+    "windows": {"pool": 40, "max_attention_window": 18, "sink_token_length": 2, "enable_trt_overlap": True},
     "v1": {"pool": 40, "model_type": TrtGptModelType.V1},
     "deterministic": {"pool": 40, "deterministic": True},
     "plain_rows": {"pool": 40, "run_ahead": True},

@@ -1,5 +1,6 @@
 """Penalties, bans, word lists, biases and end ids give the greedy tokens of transformers, through the callbacks."""
 
+import functools
 import random
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Transformers:
 
     def __init__(self, model, folder) -> None:
         self.model, self.folder, self.vocab_size = model, folder, model.config.vocab_size
+        self.plain = functools.cache(lambda *prompt: self.generate(prompt, {})[0])         # the output without features
 
     def scores(self, tensors, tokens, prompt_length, scores):
         """Return the logits `scores` [1, vocab] of the token after `tokens`, changed by the features in `tensors`."""
@@ -79,7 +81,7 @@ class Transformers:
 
         Returns (output, finish reason, log-probs of the output).
         """
-        tokens, cache, fed, log_probs = list(prompt), None, prompt, []
+        tokens, cache, fed, log_probs = list(prompt), None, list(prompt), []
         while len(tokens) < len(prompt) + COUNT:
             with torch.inference_mode():
                 output = self.model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
@@ -107,7 +109,7 @@ class Transformers:
         missing = {name: SEVERAL if value is SEVERAL else name for name, value in feature.items()
                    if value is ... or value is SEVERAL}
         alone = {name: value for name, value in tensors.items() if name != "min_length"}
-        drawn, _, _ = self.generate(prompt, alone) if missing else ([], None, None)
+        drawn = (self.generate(prompt, alone)[0] if alone else self.plain(*prompt)) if missing else []
         return tensors | {name: TAKEN[taken](drawn) for name, taken in missing.items()}
 
 
@@ -125,8 +127,9 @@ def shipped_model():
 
 def check(model, features, make_manager, new_client, new_request, seed, prompt_ids, **options):
     draw, cases = random.Random(seed), {}
+    prompts = [[draw.randrange(prompt_ids) for _ in range(length)] for length in (1, 5, 17, 40)]
     for i, feature in enumerate(features.values()):
-        prompt = [draw.randrange(prompt_ids) for _ in range(draw.choice([1, 5, 17, 40]))]
+        prompt = draw.choice(prompts)
         cases[i] = prompt, model.completed(prompt, feature)
     client = new_client()
     client.pending = [new_request(i, prompt, COUNT, return_log_probs=True, streaming=i % 4 == 1, **tensors)
@@ -142,7 +145,7 @@ def check(model, features, make_manager, new_client, new_request, seed, prompt_i
         assert (got, final.finish_reason) == (tokens, reason), name
         if i % 4 != 1:
             np.testing.assert_allclose(final.tensors["output_log_probs"][0, 0], log_probs, atol=2e-4, err_msg=name)
-    changed = [name for i, name in enumerate(features) if model.generate(cases[i][0], {})[0] != expected[i][0]]
+    changed = [name for i, name in enumerate(features) if model.plain(*cases[i][0]) != expected[i][0]]
     assert len(changed) >= len(features) - 2, set(features) - set(changed)
     assert {reason for _, reason, _ in expected.values()} >= {FinishReason.END_ID, FinishReason.STOP_WORDS}
     return client

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from batch_manager import FinishReason, KvCacheConfig, SchedulerPolicy, TrtGptModelType
+from tests.harness.client import Client
+from tests.harness.requests import request
+from tests.harness.world import make_manager
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -164,6 +167,14 @@ def llama_questions(llama):
 
 
 @pytest.fixture(scope="module")
+def others(llama, llama_questions):
+    """Return (requests without beams, the client that got the answer to each of them alone)."""
+    asked, client = without_beams(llama_questions), Client()
+    serve(make_manager, client, request, llama, asked, max_batch_size=1)
+    return asked, client
+
+
+@pytest.fixture(scope="module")
 def austen():
     return Beams(transformers.AutoModelForCausalLM.from_pretrained(
         AUSTEN, dtype=torch.float32, attn_implementation="eager").eval(), AUSTEN)
@@ -211,13 +222,12 @@ def assert_beams(client, model, asked):
     {"model_type": SPLIT, "enable_trt_overlap": True},
 ], ids=["roomy", "chunked and paused", "overlapped"])
 def test_every_feature_beside_greedy_and_sampled_requests_with_it(
-        make_manager, new_client, new_request, llama, llama_questions, options):
-    others, client, alone = without_beams(llama_questions), new_client(), new_client()
+        make_manager, new_client, new_request, llama, llama_questions, others, options):
+    (others, alone), client = others, new_client()
     mixed = [*llama_questions.items(), *others.items()]
     random.Random(1).shuffle(mixed)
     serve(make_manager, client, new_request, llama, dict(mixed), **options)
     assert_beams(client, llama, llama_questions)
-    serve(make_manager, alone, new_request, llama, others, max_batch_size=1)
     for i in others:
         assert client.final(i).tokens() == alone.final(i).tokens()
         assert client.final(i).finish_reason == alone.final(i).finish_reason

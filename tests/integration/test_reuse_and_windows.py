@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from batch_manager import KvCacheConfig, SchedulerPolicy, TrtGptModelType
@@ -135,7 +134,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("window, sink, engine", WINDOWED)
+@families_and_engines(("window", "sink", "engine"), WINDOWED, each=1)
 def test_windows_and_sinks_are_streaming_llm(make_manager, new_request, reference, window, sink, engine):
     config = KvCacheConfig(tokens_per_block=SIZE, max_attention_window=window, sink_token_length=sink, **engine["kv"])
     engine = {name: value for name, value in engine.items() if name != "kv"}
