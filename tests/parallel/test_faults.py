@@ -37,14 +37,13 @@ NUM_LAYERS = 2
 VICTIMS = {**{20 + after: ("raises", after) for after in range(4 * NUM_LAYERS)}, 30: ("memory", 0), 31: ("nan", 0)}
 CODES = {"raises": "[MODEL_ERROR]", "memory": "[OUT_OF_MEMORY]", "nan": "[NON_FINITE_LOGITS]"}
 # sizes, whether steps are compiled, rank at fault
-FAULTS = [((2, 1), True, 0), ((2, 1), True, 1), ((2, 1), False, 1), ((1, 2), True, 0), ((1, 2), False, 1),
-          ((2, 2), True, 3)]
-TIMEOUT_S = 4.0
+FAULTS = [((2, 1), True, 0), ((2, 1), False, 1), ((1, 2), True, 1), ((2, 2), True, 2)]
+TIMEOUT_S = 3.0
 SLOW = (2, 2), True, 0, "is slow"
 # (sizes, whether steps are compiled, rank that is killed, after how many products or calls of a step; None: before it
 # tells rank 0 that a step is done)
-LOSSES = [((2, 1), True, 1, 3), ((2, 1), True, 1, None), ((4, 1), True, 3, 2), ((2, 2), True, 1, 1),
-          ((2, 2), False, 3, 3), ((1, 2), True, 1, 0)]
+LOSSES = [((2, 1), True, 1, 3), ((2, 1), True, 1, None), ((4, 1), True, 3, 2), ((2, 2), False, 1, 3),
+          ((1, 2), True, 1, 0)]
 
 
 def victims_of(sizes, is_compiled):

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 from batch_manager import KvCacheConfig  # noqa: E402
+from tests.harness import forked  # noqa: E402
 from tests.parallel.conftest import Processes, free_port  # noqa: E402
 from tests.parallel.ported_server import MODEL, PROMPTS  # noqa: E402
 
@@ -108,7 +108,7 @@ def test_a_server_starts_its_ranks_and_ends_if_one_is_killed(tmp_path):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: the OpenAI server was not tried")
     log, deadline = tmp_path / "log", time.monotonic() + 120
     with log.open("wb") as file:
-        server = subprocess.Popen(
+        server = forked.Popen(
             [sys.executable, "-m", "batch_manager.tools", "serve", str(MODEL), "--port", "0", "--num-threads", "1",
              "--tensor-parallel-size", "2", "--max-loras", "2",
              "--lora-modules", f"plays={MODEL.parents[1] / 'adapters' / 'plays'}"], stdout=file, stderr=file,
