@@ -12,6 +12,7 @@ import pytest
 
 from batch_manager._version import __version__
 from batch_manager.tools import __main__ as dispatcher
+from tests.harness import forked
 from tests.tools.test_compare_sides import RESULT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,8 +40,8 @@ def test_every_command_is_a_tool():
     assert {"watch", "bench", "workload", "host-bench"} <= set(dispatcher.COMMANDS)
     for name, (module, text) in dispatcher.COMMANDS.items():
         assert find_spec(f"batch_manager.tools.{module}") and text
-        result = subprocess.run([sys.executable, "-m", "batch_manager.tools", name, "--help"], capture_output=True,
-                                text=True, timeout=60, env=ENVIRONMENT)
+        result = forked.run([sys.executable, "-m", "batch_manager.tools", name, "--help"], capture_output=True,
+                            text=True, timeout=60, env=ENVIRONMENT)
         assert result.returncode == 0 and result.stdout.startswith("usage: "), name
 
 
@@ -48,15 +49,20 @@ def test_a_closed_or_full_standard_output_is_one_line_and_status_2(tmp_path):
     (tmp_path / "s.jsonl").write_text('{"Iteration Counter": 1, "Monotonic Microseconds": 1}\n')
     result = tmp_path / "r.json"
     result.write_text(json.dumps(RESULT))
-    for command in ("--help", "workload --help", "workload --num-requests 2 --out -", "draw --demo",
-                    "compare RESULT RESULT", "draw --demo --svg -",
-                    f"watch {tmp_path / 's.jsonl'} --count 1 --interval 0.1"):
-        program = "batch-manager" if command == "--help" else f"batch-manager {command.split()[0]}"
-        for redirection, why in ((">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")):
-            line = f"{sys.executable} -m batch_manager.tools {command} {redirection}".replace("RESULT", str(result))
-            run = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, cwd=REPOSITORY)
-            told = f"{program}: the standard output cannot be written: {why}; direct it elsewhere\n"
-            assert (run.returncode, run.stderr) == (2, told), command
+    with open("/dev/full", "w") as full:
+        for command in ("--help", "workload --help", "workload --num-requests 2 --out -", "draw --demo",
+                        f"compare {result} {result}", "draw --demo --svg -",
+                        f"watch {tmp_path / 's.jsonl'} --count 1 --interval 0.1"):
+            program = "batch-manager" if command == "--help" else f"batch-manager {command.split()[0]}"
+            line = [sys.executable, "-m", "batch_manager.tools", *command.split()]
+            runs = [(forked.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=REPOSITORY),
+                     "No space left on device")]
+            if command in ("--help", "draw --demo"):                # these two ways to print, closed
+                runs.append((subprocess.run(["sh", "-c", f"{' '.join(line)} >&-"], stderr=subprocess.PIPE, text=True,
+                                            timeout=60, cwd=REPOSITORY), "Bad file descriptor"))
+            for run, why in runs:
+                told = f"{program}: the standard output cannot be written: {why}; direct it elsewhere\n"
+                assert (run.returncode, run.stderr) == (2, told), command
 
 
 def test_watch_imports_little(tmp_path):

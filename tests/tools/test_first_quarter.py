@@ -33,6 +33,7 @@ from tests.first_quarter.steps import (
     Step,
     gpu_test_files,
 )
+from tests.harness import forked
 from tests.harness.waiting import has_ended, until
 
 # The required packages that the image of the GPU machine contains.
@@ -91,8 +92,8 @@ def came_back(out, call=1):
 @pytest.mark.parametrize("killing", STEPS, ids=lambda one: one.name)
 def test_a_call_that_is_killed_in_a_step_leaves_every_earlier_result(killing, tmp_path):
     names = [one.name for one in STEPS if one.call == killing.call]
-    subprocess.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT,
-                   timeout=300)
+    forked.run([sys.executable, "-c", STAND_INS, str(killing.call), killing.name, str(tmp_path)], cwd=ROOT,
+               timeout=300)
     entries, files = came_back(tmp_path / "out", killing.call)
     earlier = names[: names.index(killing.name)]
     assert sorted(files) == sorted(f"results/{name}{end}" for name in earlier for end in ("/found", ".log"))

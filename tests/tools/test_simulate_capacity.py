@@ -43,7 +43,7 @@ def test_the_highest_rate_is_that_of_the_service_time(call, capsys):
     assert f"{sustained:.4g} requests/s are sustained" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("count, batch, replicas", [(40, 8, 1), (100, 4, 1), (520, 8, 1), (90, 2, 3)])
+@pytest.mark.parametrize("count, batch, replicas", [(40, 8, 1), (100, 4, 1), (90, 2, 3)])
 def test_the_rate_is_completed_by_a_run_ten_times_as_long(call, count, batch, replicas):
     """Outputs of 1 to 800 tokens. Poisson arrivals, or one repetition, gave rates that are completed at 0.66."""
     random = np.random.default_rng(count)
@@ -75,7 +75,7 @@ def test_a_bound_lowers_the_rate(call):
     assert found[1] <= 1 / SERVICE_S < found[0] * 1.001 and found[2] is None
 
 
-@pytest.mark.parametrize("rate", [5.0, 20.0, 50.0])
+@pytest.mark.parametrize("rate", [5.0, 50.0])
 def test_the_fewest_replicas_are_the_load_rounded_up(call, rate):
     assert call("--find-replicas", "--request-rate", str(rate), "--slo-ttft-ms", "40",
                 "--slo-share", "0.99") == 0

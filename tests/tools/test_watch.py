@@ -36,6 +36,7 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 from batch_manager.tools.watch import __main__ as watch
 from batch_manager.tools.watch.figures import Figures, History, quantile
 from batch_manager.tools.watch.sources import FileSource, Latency, Reading, SourceError, read_metrics
+from tests.harness import forked
 
 prometheus = pytest.importorskip("prometheus_client", reason="NOT RUN: prometheus-client is not installed")
 
@@ -318,8 +319,7 @@ def server():
 
 
 def watched(*arguments, **options):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT,
-                          **options)
+    return forked.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, **options)
 
 
 def test_lines_have_the_same_fields_whatever_is_known(server, served, tmp_path):
@@ -399,8 +399,8 @@ def test_an_address_may_be_short():
 def test_whoever_reads_the_lines_may_leave(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_text(record_of(1))
-    process = subprocess.Popen([*COMMAND, str(path), "--interval", "0.1"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, env=ENVIRONMENT)
+    process = forked.Popen([*COMMAND, str(path), "--interval", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                           env=ENVIRONMENT)
     assert process.stdout.readline().startswith(b"time=")
     process.stdout.close()
     assert (process.stderr.read(), process.wait(60)) == (b"", 0)
@@ -409,8 +409,8 @@ def test_whoever_reads_the_lines_may_leave(tmp_path):
 def test_ctrl_c_is_quiet_in_a_pipe(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_text(record_of(1))
-    process = subprocess.Popen([*COMMAND, str(path), "--interval", "0.1"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, env=ENVIRONMENT)
+    process = forked.Popen([*COMMAND, str(path), "--interval", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                           env=ENVIRONMENT)
     assert process.stdout.readline().startswith(b"time=")
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 130)
