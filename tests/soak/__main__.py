@@ -10,6 +10,7 @@ look like growth. The process therefore restarts itself without the caches and w
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -42,6 +43,7 @@ def main() -> int:
                 out.write(json.dumps(sample) + "\n")
                 out.flush()
 
+            gc.freeze()                                     # collections and counts do not visit the modules
             soak(options.seed, options.items, options.items_a_round, tell, seconds=options.seconds)
         verdict = judge([json.loads(line) for line in path.read_text().splitlines()], BOUNDS[options.tier])
     print(table(verdict))

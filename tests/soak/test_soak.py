@@ -1,4 +1,4 @@
-"""T7, quick: a process that serves thousands of requests with six engines does not grow, and planted leaks are found."""
+"""T7, quick: a process with six engines and thousands of requests does not grow, and planted leaks are found."""
 
 import re
 import subprocess
