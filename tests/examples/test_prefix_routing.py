@@ -39,7 +39,7 @@ def test_at_least_90_percent_of_prompts_with_a_shared_beginning_go_where_it_is(
     for number, family in enumerate(families):                 # where their own order would not send them
         answer(worlds[ranked({"a": {}, "b": {}}, family)[number % 2]], new_request, number, family)
     went, by_order = Counter(), Counter()
-    for number in range(300):
+    for number in range(200):
         if number % prompts_between_reports == 0:
             reports = {name: {"cached": world.blocks.packed()} for name, world in worlds.items()}
         prompt = [*draw.choice(families), *(draw.randrange(200) for _ in range(draw.randrange(1, 40)))]
