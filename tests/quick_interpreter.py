@@ -29,6 +29,7 @@ from .quick_operations import (
     FUNCTIONS,
     NAMES,
     Calls,
+    cast_once_per_types,
     load_once_per_types,
     new_axes_once_per_type,
     operation_once_per_types,
@@ -213,6 +214,8 @@ def functions_once():
             return operation_once_per_types(name, call, calls)
         if name == "load" and owner is not core.tensor:
             return load_once_per_types(call)
+        if name == "to" and owner is core.tensor:
+            return cast_once_per_types(call)
         return new_axes_once_per_type(call) if owner is core.tensor and name == "__getitem__" else call
 
     def set_function(owner, name, function, builder, scope):

@@ -87,41 +87,51 @@ class Calls:
             self.noted = None
 
 
-class Plan:
-    """One operation on operands of given types. The first call has computed `result`.
+def computation(function, handles, result):
+    """Return a noted call as a function of arrays, which casts them and the result as Triton did.
 
-    function      the function of the noted call
-    handles       its operands
-    constants     the data of the operands that are numbers, which are part of the plan; None for others
-    is_reversed   there are two operands, and the second is on the left
+    Additions, subtractions and products of int32 raise OverflowError if the result overflows.
     """
+    types, data_type = [handle.data.dtype for handle in handles], result.handle.data.dtype
+    first_type, second_type = (*types, None)[:2]
 
-    def __init__(self, function, handles, constants, is_reversed, result):
-        self.data_type, self.handle_type = result.handle.data.dtype, result.handle.dtype
-        self.fields = vars(result).copy()
-        self.types, self.constants, self.is_reversed = [one.data.dtype for one in handles], constants, is_reversed
-        self.has_constants = any(constant is not None for constant in constants)
-        self.function = function
-        self.is_exact = function in ARITHMETIC and self.types[0] == np.int32 and self.handle_type is core.int32
+    def compute(*arrays):
+        data = function(*[array if array.dtype is type else array.astype(type) for array, type in zip(arrays, types)])
+        return data if data.dtype is data_type else data.astype(data_type)
 
-    def compute(self, arrays):
-        """Return the data of the result. The constants take the places of numbers."""
-        if self.has_constants:
-            arrays = [array if constant is None else constant for array, constant in zip(arrays, self.constants)]
-        if self.is_reversed:
-            arrays = arrays[::-1]
-        if self.is_exact:
-            return self.compute_int32(*arrays)
-        data = self.function(*[array if array.dtype is type else array.astype(type)
-                               for array, type in zip(arrays, self.types)])
-        return data if data.dtype is self.data_type else data.astype(self.data_type)
+    def compute_from_two(first, second):
+        if first.dtype is not first_type:
+            first = first.astype(first_type)
+        if second.dtype is not second_type:
+            second = second.astype(second_type)
+        data = function(first, second)
+        return data if data.dtype is data_type else data.astype(data_type)
 
-    def compute_int32(self, left, right):
-        exact = self.function(left, right, dtype=np.int64)
+    def compute_int32(first, second):
+        exact = function(first, second, dtype=np.int64)
         data = exact.astype(np.int32)
         if data.item() != exact.item() if data.size == 1 else np.logical_or.reduce(data != exact, axis=None):
-            refuse_overflow(ARITHMETIC[self.function], exact)
+            refuse_overflow(ARITHMETIC[function], exact)
         return data
+
+    if function in ARITHMETIC and first_type == np.int32 and result.handle.dtype is core.int32:
+        return compute_int32
+    return compute_from_two if len(types) == 2 else compute
+
+
+def with_constants(compute, constants, is_reversed):
+    """Return a computation that takes its operands in the order of the operation.
+
+    constants     the data of each operand that is a number, which is part of the plan; None for the others
+    is_reversed   there are two operands, and the second is on the left
+    """
+    if all(constant is None for constant in constants):
+        return (lambda first, second: compute(second, first)) if is_reversed else compute
+    if constants[0] is None and len(constants) == 2:
+        constant = constants[1]
+        return (lambda first, _: compute(constant, first)) if is_reversed else lambda first, _: compute(first, constant)
+    return lambda *arrays: compute(*[array if constant is None else constant
+                                     for array, constant in zip(arrays, constants)])
 
 
 def tensor(data, handle_type, fields):
@@ -140,6 +150,8 @@ def tensor(data, handle_type, fields):
 def plan_for(noted, operands, is_reversed, result):
     """Return the plan of an operation, or None if it took other than one call, or numpy cannot do without Triton.
 
+    A plan is (function of the operands' arrays, with None for a number; type of the handle; attributes of the tensor).
+
     noted      the calls that the operation took
     operands   tensors and numbers
     """
@@ -156,9 +168,9 @@ def plan_for(noted, operands, is_reversed, result):
     places = handles[::-1] if is_reversed else handles
     constants = [None if type(one) is core.tensor else handle.data.reshape(-1)[:1].copy()
                  for one, handle in zip(operands, places)]
-    plan = Plan(function, handles, constants, is_reversed, result)
-    data = plan.compute([one.handle.data if type(one) is core.tensor else None for one in operands])
-    return plan if are_equal(data, result.handle.data) else None
+    compute = with_constants(computation(function, handles, result), constants, is_reversed)
+    data = compute(*[one.handle.data if type(one) is core.tensor else None for one in operands])
+    return (compute, result.handle.dtype, vars(result).copy()) if are_equal(data, result.handle.data) else None
 
 
 def are_equal(data, expected):
@@ -180,25 +192,77 @@ def operation_once_per_types(name, operation, calls):
         for operand in operands:
             if type(operand) is core.tensor:
                 handle = operand.handle
-                arrays.append(handle.data)
-                key += id(operand.type), id(handle.dtype), handle.data.dtype
+                data = handle.data
+                arrays.append(data)
+                key += id(operand.type), id(handle.dtype), data.dtype.char
             else:
                 value = getattr(operand, "value", operand)
                 if type(value) not in (int, float, bool):
                     return operation(*operands)
                 arrays.append(None)
                 key += type(value), value or repr(value)
-        key = tuple(key)
+        return carried_out(operands, tuple(key), arrays)
+
+    def operate_on_two(first, second, **_):
+        handle = first.handle
+        data = handle.data
+        if type(second) is core.tensor:
+            other = second.handle
+            other_data = other.data
+            key = (id(first.type), id(handle.dtype), data.dtype.char,
+                   id(second.type), id(other.dtype), other_data.dtype.char)
+        else:
+            value, other_data = getattr(second, "value", second), None
+            if type(value) not in (int, float, bool):
+                return operation(first, second)
+            key = id(first.type), id(handle.dtype), data.dtype.char, type(value), value or repr(value)
+        return carried_out((first, second), key, (data, other_data))
+
+    def carried_out(operands, key, arrays):
         plan = plans.get(key, calls)
+        if plan is None:
+            return operation(*operands)
         if plan is calls:
             result, noted = calls.of(operation, operands)
             plans[key] = plan_for(noted, operands, is_reversed, result)
             return result
-        if plan is None:
-            return operation(*operands)
-        return tensor(plan.compute(arrays), plan.handle_type, plan.fields)
+        compute, handle_type, fields = plan
+        return tensor(compute(*arrays), handle_type, fields)
 
-    return operate
+    return operate_on_two if name in NAMES else operate
+
+
+def cast_once_per_types(operation):
+    """Return `tensor.to`, which uses Triton only for new types, and for casts that round or drop bits.
+
+    operation   Triton's: (tensor, type, options) -> tensor
+    """
+    plans = {}
+
+    def cast(first, to_type, **options):
+        handle = first.handle
+        data = handle.data
+        key = id(first.type), id(handle.dtype), data.dtype.char, id(to_type)
+        plan = plans.get(key, plans)
+        if plan is None or options and (len(options) > 1 or "_semantic" not in options):
+            return operation(first, to_type, **options)
+        if plan is plans:
+            result = operation(first, to_type)
+            plans[key] = plan_of(first, result)
+            return result
+        data_type, handle_type, fields = plan
+        return tensor(data.astype(data_type), handle_type, fields)
+
+    def plan_of(first, result):
+        data, cast = first.handle.data, result.handle.data
+        if result is first or any(one.type.scalar.name.startswith((*AS_BITS, "int1")) or one.type.scalar.is_ptr()
+                                  for one in (first, result)):
+            return None
+        if not np.can_cast(data.dtype, cast.dtype) or not are_equal(data.astype(cast.dtype), cast):
+            return None
+        return cast.dtype, result.handle.dtype, vars(result).copy()
+
+    return cast
 
 
 def load_once_per_types(operation):
@@ -217,8 +281,8 @@ def load_once_per_types(operation):
             return operation(pointer, mask, other, **options)
         if type(rest) not in (int, float, type(None)):
             return operation(pointer, mask, other, **options)
-        key = (id(pointer.type), id(handle.dtype), addresses.shape, mask is None or (id(mask.type), inside.shape),
-               type(rest), rest or repr(rest))
+        key = (id(pointer.type), id(handle.dtype), addresses.shape, mask is None or inside.shape, type(rest),
+               rest or repr(rest))
         plan = plans.get(key, plans)
         if plan is plans or plan is None:
             result = operation(pointer, mask, other, **options)

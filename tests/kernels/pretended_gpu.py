@@ -5,6 +5,7 @@ from torch.overrides import TorchFunctionMode
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 COPIES_BETWEEN_DEVICES = ("to", "cpu", "cuda", "copy_", "type_as", "deepcopy")
+WITHOUT_TENSORS = {int, float, bool, str, slice, torch.dtype, torch.device, type(None), type(...)}
 READS_HOST_MEMORY = ("numpy", "__array__")
 # Their result has the device of their argument `device`, or is on the CPU.
 MAKES_A_TENSOR = ("tensor", "as_tensor", "scalar_tensor")
@@ -98,10 +99,14 @@ def is_on_gpu(tensor):
 
 def tensors_in(value):
     """Return the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for part in value for tensor in tensors_in(part)]
+    found, parts = [], [value]
+    for part in parts:
+        if type(part) in WITHOUT_TENSORS:
+            continue
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, dict):
+            parts.extend(part.values())
+        elif isinstance(part, list | tuple):
+            parts.extend(part)
+    return found
