@@ -29,8 +29,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 4e-2}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [(6, 2, 16), (6, 1, 8), (6, 6, 24)], ids=["grouped", "one key head", "as many"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("sink", [0, 17])
+@pytest.mark.parametrize("dtype, sink", [(torch.float32, 0), (torch.float32, 17), (torch.bfloat16, 17)], ids=str)
 def test_every_kind_of_step_equals_the_oracles(implementation, kind, heads, dtype, sink, layout, step_of, by_oracle,
                                                without_what_left):
     shape = layout(*heads, windows=(10, 70), softcaps=(4.0, None), dtype=dtype, sink=sink, **KINDS[kind])
