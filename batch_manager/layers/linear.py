@@ -25,7 +25,8 @@ class Linear:
     names        prefixes whose `.weight` and `.bias` are stacked, in order: "lm_head", not "lm_head.weight"
     sizes        number of outputs of each projection; several sizes with one name are projections that the checkpoint
                  stores as one tensor
-    row_order    permutation of the stacked rows of W: output i uses row row_order[i]; None: stored order, or by_head
+    row_order    permutation of the stacked rows of W, on the CPU: output i uses row row_order[i]; None: stored order,
+                 or by_head
     scale        factor on the outputs, applied to weight and bias when they are loaded; None: no factor
     transposed   the checkpoint stores [in, out] (GPT-2's Conv1D)
     split        how tensor parallelism splits the layer. "columns": each process has a share of the outputs of every
@@ -51,7 +52,7 @@ class Linear:
                               "")
         self.names, self.split = tuple(names), split
         if by_head is not None:
-            rows = torch.arange(sum(sizes), dtype=torch.int64, device=context.device).view(by_head, -1)
+            rows = torch.arange(sum(sizes), dtype=torch.int64, device="cpu").view(by_head, -1)
             row_order = torch.cat([part.flatten() for part in rows.split([size // by_head for size in sizes], 1)])
         copies = (1, context.kv_copies, context.kv_copies) if split == "heads" and context.kv_copies > 1 else None
         share = Share(context.split.rank, context.split.size, _SHARED[split], by_head is not None, copies)

@@ -9,6 +9,7 @@ import torch
 from ..errors import ConfigError
 from ..triton_kernels import dispatch
 from ..triton_kernels.cpu.fixed_pieces import elementwise, row_by_row
+from ..weights.matrices import changed_rows
 from ..weights.source import Shape, Weights
 from .context import ONE_PROCESS, LayerContext, Split
 from .recording import NotRecordableError, Rows
@@ -128,7 +129,7 @@ class HeadLayerNorm:
     def __init__(self, weights: Weights, context: LayerContext, parts: Sequence[tuple[str, Shape]], heads: int,
                  size: int, epsilon: float, entry_order: torch.Tensor | None = None, copies: int = 1) -> None:
         weight = weights.stacked(parts).view(context.split.size // copies, -1)[context.split.rank // copies]
-        self.weight = (weight if entry_order is None else weight[entry_order]).view(heads, size)
+        self.weight = changed_rows(weight, entry_order, None).view(heads, size)
         self._no_bias = torch.zeros(size, dtype=context.dtype, device=context.device)
         self.epsilon = epsilon
         self._norm, self._is_deterministic = dispatch.kernel("layer_norm", context.device), context.deterministic

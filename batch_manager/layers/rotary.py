@@ -65,8 +65,7 @@ class Rotary:
         self.sin = angles.sin_().mul_(parameters.amplitude).to(context.device)
 
 
-def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: int,
-                    device: torch.device) -> torch.Tensor:
+def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: int) -> torch.Tensor:
     """Return the `row_order` of a `Linear` that converts interleaved rotation (GPT-J, Cohere) to half-split rotation.
 
     Queries and keys get the same permutation, so scores do not change.
@@ -74,9 +73,9 @@ def half_split_rows(rotated_heads: int, other_heads: int, head_size: int, size: 
     rotated_heads   number of query and key heads, whose rows come first
     other_heads     number of value heads, whose rows keep their order
     size            number of leading entries of each head that are rotated
-    Returns         [rows] int64
+    Returns         [rows] int64, on the CPU
     """
-    rows = torch.arange((rotated_heads + other_heads) * head_size, dtype=torch.int64, device=device)
+    rows = torch.arange((rotated_heads + other_heads) * head_size, dtype=torch.int64, device="cpu")
     heads = rows[: rotated_heads * head_size].view(rotated_heads, head_size)
     return torch.cat([torch.cat([heads[:, 0:size:2], heads[:, 1:size:2], heads[:, size:]], 1).reshape(-1),
                       rows[rotated_heads * head_size :]])

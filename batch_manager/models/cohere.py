@@ -37,7 +37,7 @@ class CohereLayer(Layer):
 
     def order_of_heads(self, spec: ModelSpec, context: LayerContext) -> dict[str, Any]:
         return {"row_order": half_split_rows(spec.num_heads + spec.num_kv_heads, spec.num_kv_heads, spec.head_size,
-                                             spec.head_size, context.device)}
+                                             spec.head_size)}
 
     def make_head_norms(self, spec: ModelSpec, weights: Weights, context: LayerContext,
                         name: str) -> QueryKeyNorms | None:
@@ -46,7 +46,7 @@ class CohereLayer(Layer):
         return QueryKeyNorms(*(HeadLayerNorm(
             weights, context, [(f"{name}.{part}_norm.weight", (heads * context.split.size // copies, spec.head_size))],
             heads, spec.head_size, spec.norm_epsilon,
-            half_split_rows(heads, 0, spec.head_size, spec.head_size, context.device), copies)
+            half_split_rows(heads, 0, spec.head_size, spec.head_size), copies)
             for part, heads, copies in (("q", spec.num_heads, 1), ("k", spec.num_kv_heads, spec.kv_copies))))
 
 

@@ -23,8 +23,7 @@ class _Layer(Layer):
     norm = LayerNorm
 
     def order_of_heads(self, spec: ModelSpec, context: LayerContext) -> dict[str, Any]:
-        return {"row_order": half_split_rows(2 * spec.num_heads, spec.num_heads, spec.head_size, spec.rotary_size,
-                                             context.device)}
+        return {"row_order": half_split_rows(2 * spec.num_heads, spec.num_heads, spec.head_size, spec.rotary_size)}
 
 
 class GptJ(Decoder):

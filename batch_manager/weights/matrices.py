@@ -240,5 +240,7 @@ class DenseSource:
 
 def changed_rows(tensor: torch.Tensor, row_order: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     """Return the rows of a tensor in another order and with a factor. None: unchanged."""
+    if tensor.is_meta:                                 # neither changes the shape; torch would import sympy for both
+        return tensor
     tensor = tensor if row_order is None else tensor[row_order]
     return tensor if scale is None else tensor * scale

@@ -47,7 +47,7 @@ class Weights(Protocol):
                      projections that are stored as one tensor
         bias         whether the projections have a bias
         transposed   the tensors are stored [in, out]
-        row_order    permutation of the part's rows: output i is row row_order[i]; None: stored order
+        row_order    permutation of the part's rows, on the CPU: output i is row row_order[i]; None: stored order
         scale        factor on weight and bias; None: no factor
         share        the part of the stored tensors that this rank has; their shapes follow from it
         Raises       ModelLoadError if a tensor is missing or has another shape

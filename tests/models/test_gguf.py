@@ -8,7 +8,9 @@ import transformers.modeling_gguf_pytorch_utils
 from gguf.quants import dequantize, quantize
 
 from batch_manager.errors import ModelLoadError
+from batch_manager.layers.context import LayerContext
 from batch_manager.models import load_model
+from batch_manager.models.loading import class_and_spec
 from batch_manager.weights import gguf_source
 from batch_manager.weights.checkpoint import open_checkpoint
 from batch_manager.weights.gguf_header import TENSOR_TYPES
@@ -97,6 +99,18 @@ def test_metadata_that_says_the_same_in_another_way(case, changed, tmp_path, pro
     family, options = CASES[case]
     held = write_gguf(make_reference(family, **SIZES, **options), tmp_path / "model.gguf", family, **changed)
     check_against(held, driver(tmp_path / "model.gguf"), prompts([1, 17]), steps=3)
+
+
+@pytest.mark.parametrize("case, sizes", [("bloom", {}), ("command-r", SIZES)])
+def test_rows_of_blocks_are_ordered_for_another_device(case, sizes, tmp_path):
+    """The order of rows is on the CPU, which reads the file, also if the model is elsewhere."""
+    family, options = CASES[case]
+    write_gguf(make_reference(family, **options, **sizes), tmp_path / "model.gguf", family, "Q8_0")
+    checkpoint, device = open_checkpoint(tmp_path / "model.gguf"), torch.device("meta")
+    model_class, spec, _ = class_and_spec(checkpoint)
+    weights = checkpoint.weights(device, torch.float32, {"Q8_0"})
+    model_class(spec, weights, LayerContext(device=device, dtype=torch.float32))
+    weights.finish()
 
 
 WRITABLE = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
