@@ -156,9 +156,9 @@ def alone(backend, prompt, count, window, sink, chunk=WHOLE, stale=True):
 LENGTHS = (5, 13, 14, 30)                                          # shorter than, as long as and longer than 13
 
 
-@pytest.mark.parametrize("sink", [0, 1, 4, SIZE, SIZE + 1])
-@pytest.mark.parametrize("window", [13, 16])
-@pytest.mark.parametrize("chunk", [WHOLE, CHUNKED], ids=["whole", "chunks"])
+@pytest.mark.parametrize("window, sink, chunk", [                       # each pair of values
+    (window, sink, (WHOLE, CHUNKED)[(row + column) % 2]) for row, window in enumerate([13, 16])
+    for column, sink in enumerate([0, 1, 4, SIZE, SIZE + 1])])
 def test_alone_the_tokens_are_those_of_transformers_under_the_mask(checkpoint, window, sink, chunk):
     backend = build(checkpoint, window, sink)
     for prompt in prompts_of(*LENGTHS):
@@ -172,8 +172,7 @@ def test_alone_the_tokens_are_those_of_transformers_under_the_mask(checkpoint, w
 
 
 @pytest.mark.parametrize("layout", [packing.packed, packing.split, packing.padded])
-@pytest.mark.parametrize("stale", [True, False], ids=["stale entries", "entries of -1"])
-@pytest.mark.parametrize("sink", [0, 4, SIZE + 1])
+@pytest.mark.parametrize("sink, stale", [(0, True), (0, False), (4, True), (SIZE + 1, False)])
 def test_batched_they_are_the_same(checkpoint, sink, stale, layout):
     host = Host(build(checkpoint, 13, sink, layout=layout), 13, sink, stale)
     prompts = prompts_of(*LENGTHS)
