@@ -15,6 +15,7 @@ kernels/test_quick_interpreter.py compares kernels with and without this module.
 """
 
 import functools
+import linecache
 import runpy
 import sys
 
@@ -226,6 +227,17 @@ def functions_once():
     return set_function
 
 
+def place_of_definition(rewriter):
+    """Return the file of a kernel's function, and the number of the line with `def`. Triton makes a JITFunction for it.
+
+    It takes the place of `FunctionRewriter._get_jit_fn_file_line`.
+    """
+    code = rewriter.fn.__code__
+    lines = linecache.getlines(code.co_filename)
+    return code.co_filename, next(number for number in range(code.co_firstlineno, len(lines) + 1)
+                                  if lines[number - 1].strip().startswith("def "))
+
+
 def install():
     """Replace functions of Triton in this process."""
     accept_arrays_of_one_element()
@@ -240,6 +252,7 @@ def install():
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(faster(original)))
     interpreter._patch_attr = functions_once()
+    interpreter.FunctionRewriter._get_jit_fn_file_line = place_of_definition
     of_types.binary_op_sanitize_overflow_impl = refuse_overflow_of_operation
 
 

@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness import forked
 
 PROGRAM = Path(__file__).parent / "count_compilations.py"
 SHARED = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -34,8 +35,8 @@ def findings(tmp_path_factory):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(SHARED | config))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, PROGRAM, *(tmp_path / name for name in CONFIGS)], env=environment,
-                          capture_output=True, text=True, timeout=300)
+    done = forked.run([sys.executable, PROGRAM, *(tmp_path / name for name in CONFIGS)], env=environment,
+                      capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
