@@ -8,7 +8,7 @@ import pytest
 from tests.campaigns.blocks import run_seed
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_manager_does_as_the_model(number):
     counts, wrong = run_seed(number)
     assert wrong is None, f"python -m tests.campaigns.blocks {number}\n{wrong}"
