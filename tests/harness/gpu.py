@@ -3,8 +3,8 @@
     BATCH_MANAGER_GPU_REHEARSAL=1 TRITON_INTERPRET=1 python -m tests.quick_interpreter pytest -m gpu FILE ...
 
 A rehearsal executes the bodies of GPU tests without a GPU. Engines for the CPU run in torch within `in_torch`. Graphs
-are recorded, and replayed operation by operation. Engines have no warm-up and no graphs of one or two rows, which would
-take most of the time.
+are recorded, and replayed operation by operation. Engines have no warm-up, do not compare graphs with launches, and
+have no graphs of one or two rows: these would take most of the time.
 tests/runtime/test_gpu_rehearsal.py runs a rehearsal.
 """
 
@@ -47,7 +47,8 @@ def rehearsal() -> Iterator[None]:
     with (mock.patch.object(build_backend, "wanted_forms", lambda asked: wanted(asked) | (
               {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
-          mock.patch.object(table, "warm_up", lambda *given: None), mock.patch.object(shapes, "SMALL_ROWS", (4,)),
+          mock.patch.object(table, "warm_up", lambda *given: None),
+          mock.patch.object(table, "difference_of_graphs", lambda *given, **more: None), mock.patch.object(shapes, "SMALL_ROWS", (4,)),
           mock.patch.object(fused, "COMPARED_TOKENS", ())):
         yield
 
