@@ -184,12 +184,14 @@ def by_name(values: "EngineArguments | Callbacks") -> dict[str, Any]:
 
 
 def _check_call(name: str, callback: Callable[..., Any] | None, takes: tuple[str, ...]) -> None:
+    if callback is None:
+        return
     if returns_before_it_runs(callback, may_yield=name in ("get_inference_requests_cb", "poll_stop_signal_cb")):
         raise ConfigError(f"{name} is an async or a generator function",
                           "expected a plain function, because the worker does not run a returned coroutine or "
                           "generator",
                           "pass a function, for instance one that uses loop.call_soon_threadsafe")
-    if callback is not None and not can_be_called_with(callback, len(takes)):
+    if not can_be_called_with(callback, len(takes)):
         raise ConfigError(f"{name} cannot be called with {counted(len(takes), 'argument')}",
                           f"it is called as {name.rpartition('.')[2]}({', '.join(takes)})",
                           "accept these parameters, or *args" if takes else "make every parameter optional")

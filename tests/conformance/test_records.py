@@ -3,32 +3,25 @@
     cases/*.json   the records: inputs, expected results, and the test and project that they come from
     adapter.py     runs the records with the engine's own classes
 
-At level 1, all results are compared except block ids and the number of evicted blocks. Level 2 compares these too, with
-block ids up to renaming. README.md has the details.
+All results are compared, block ids up to renaming. README.md has the details.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-RECORDS = {1: 268, 2: 271}
 
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_every_record_holds(adapter, level):
-    differences = [f"{record['id']}: {difference}" for record in records(level)
-                   for difference in run(adapter, record, level)[:3]]
-    assert differences == []
-    assert len(records(level)) == RECORDS[level]
-
-
-def records(level: int) -> list[dict]:
+def test_every_record_holds(adapter):
     files = sorted((Path(__file__).parent / "cases").glob("*.json"))
-    return [record for file in files for record in json.loads(file.read_text())["cases"] if record["level"] <= level]
+    records = [record for file in files for record in json.loads(file.read_text())["cases"]]
+    differences = [f"{record['id']}: {difference}" for record in records for difference in run(adapter, record)[:3]]
+    assert differences == []
+    assert Counter(record["level"] for record in records) == {1: 268, 2: 3}
 
 
-def run(adapter, record: dict, level: int) -> list[str]:
+def run(adapter, record: dict) -> list[str]:
     """Run a record. Returns its differences as text."""
     kind, expected = record["type"], record["expected"]
     if kind == "scheduler_trace":
@@ -58,18 +51,16 @@ def run(adapter, record: dict, level: int) -> list[str]:
         found = adapter.retention_map(record["ranges"], record.get("tokens_per_block"), record.get("seq_len"))
     elif kind in ("kv_ops", "eviction_ops", "prefix_tree_ops"):
         found = getattr(adapter, kind)(config, record["ops"])
-        return compare_operations(expected["results"], found["results"], level)
+        return compare_operations(expected["results"], found["results"])
     else:
         raise AssertionError(f"a record of unknown type {kind}")
     return compare(kind, expected, found)
 
 
-def compare_operations(expected: list[dict], found: list[dict], level: int) -> list[str]:
+def compare_operations(expected: list[dict], found: list[dict]) -> list[str]:
     differences, renamed = [], {}
     for place, (want, got) in enumerate(zip(expected, found, strict=True)):
-        if level == 1:
-            want = drop(want, "cached_blocks_evicted")
-        if "block_ids" in want and level == 2:
+        if "block_ids" in want:
             for ours, theirs in zip(got["block_ids"], want["block_ids"], strict=True):
                 if renamed.setdefault(theirs, ours) != ours or list(renamed.values()).count(ours) > 1:
                     differences.append(f"operation {place}: block {ours} for {theirs}, which is {renamed[theirs]}")

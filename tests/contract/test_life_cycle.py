@@ -333,11 +333,7 @@ def test_c22_an_idle_worker_picks_a_request_up_by_itself_and_at_once_after_notif
 def test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core(make_manager, new_client):
     manager = make_manager(new_client())
     time.sleep(0.1)
-    stat = Path(f"/proc/self/task/{manager._worker.native_id}/stat")
-
-    def cpu_seconds():
-        fields = stat.read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    clock = time.pthread_getcpuclockid(manager._worker.ident)
 
     # The least of up to four windows counts. While other work has the cores, wake-ups alone can cost more than 2 %.
     # The manager is then compared with a thread that only wakes up as often.
@@ -352,13 +348,13 @@ def test_c22_an_idle_manager_uses_at_most_2_percent_of_a_core(make_manager, new_
         bare.append((time.thread_time() - before) / (time.monotonic() - started))
 
     while len(shares) < 4 and min(shares, default=1.0) > 0.02:
-        before, started = cpu_seconds(), time.monotonic()
-        time.sleep(2.0)
-        shares.append((cpu_seconds() - before) / (time.monotonic() - started))
+        before, started = time.clock_gettime(clock), time.monotonic()
+        time.sleep(0.5)
+        shares.append((time.clock_gettime(clock) - before) / (time.monotonic() - started))
     if min(shares) > 0.02:
         control = threading.Thread(target=only_wake_up)
         control.start()
-        time.sleep(2.0)
+        time.sleep(0.5)
         stop.set()
         control.join(60)
         assert min(shares) <= 4 * bare[0], f"{min(shares):.1%} of a core; bare wake-ups {bare[0]:.1%}"
@@ -382,8 +378,8 @@ def test_c23_after_shutdown_threads_file_descriptors_and_blocks_are_back(make_ma
     assert threading.active_count() <= threads and descriptors() <= before
 
 
-def test_ten_thousand_tiny_requests_leave_nothing_behind(make_manager, new_client, new_request):
-    client, total = new_client(), 10_000
+def test_thousands_of_tiny_requests_leave_nothing_behind(make_manager, new_client, new_request):
+    client, total = new_client(), 2_500
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     client.pending = [new_request(i, [i % 1000, 1], 1 + i % 3, streaming=i % 5 == 0) for i in range(total)]
     manager = make_manager(client, max_batch_size=256, backend={"num_blocks": 2000, "verify": False},

@@ -1,5 +1,6 @@
 """With run-ahead, a step is launched before the last one is read, and the responses equal those of lockstep."""
 
+import functools
 import json
 import random
 from functools import partial
@@ -24,6 +25,8 @@ from batch_manager.names import ErrorCode, FinishReason
 from batch_manager.scheduling.policies import make_scheduler
 from batch_manager.stats.trace import Trace
 from batch_manager.testing.scripted_backend import ScriptedBackend
+from tests.harness.requests import request
+from tests.harness.world import build_world
 
 MAX, GUARANTEED = SchedulerPolicy.MAX_UTILIZATION, SchedulerPolicy.GUARANTEED_NO_EVICT
 REUSE = KvCacheConfig(enable_block_reuse=True)
@@ -438,14 +441,21 @@ def as_many_as_planted(num_failed_steps, planted, where):
     return num_failed_steps == planted if where == "on_finish" else num_failed_steps >= planted
 
 
+@functools.cache
+def mixed_in_lockstep(way, seed):
+    """Return a world of WAYS that has run the requests `mixed` of a seed in lockstep."""
+    lockstep = lockstep_world(build_world, **WAYS[way])
+    lockstep.client.pending = mixed(request, seed, lockstep)
+    lockstep.run()
+    return lockstep
+
+
 @pytest.mark.parametrize("where", ["on_step", "on_finish"])
 @pytest.mark.parametrize("at", range(14))
 @pytest.mark.parametrize("way", ["plain", "chunks", "reuse, chunks, a tight pool", "a tight pool", "a window",
                                  "sinks, a tight pool", "a host cache"])
 def test_a_step_that_raises_once_costs_nobody_anything_at_any_point(make_world, new_request, way, at, where):
-    lockstep = lockstep_world(make_world, **WAYS[way])
-    lockstep.client.pending = mixed(new_request, at, lockstep)
-    lockstep.run()
+    lockstep = mixed_in_lockstep(way, at)
     raised = []
     options = {**WAYS[way], "backend": {**WAYS[way].get("backend", {}), **failing(where, at, raised)}}
     ahead = world_ahead(make_world, **options)
@@ -478,9 +488,9 @@ def test_steps_that_fail_one_after_the_other_cost_nobody_anything(make_world, ne
     ahead.client.pending = plain(new_request, ahead)
     ahead.run()
     assert 1 <= len(raised) <= length and as_many_as_planted(last_record(ahead)["Failed Steps"], len(raised), where)
-    for request in range(8):
-        prompt = [request + 1] * (request + 2)
-        got = ahead.client.streamed(request) if request % 2 else ahead.client.final(request).tokens()[len(prompt):]
+    for i in range(8):
+        prompt = [i + 1] * (i + 2)
+        got = ahead.client.streamed(i) if i % 2 else ahead.client.final(i).tokens()[len(prompt):]
         assert got == ahead.expected(prompt, 9)
 
 

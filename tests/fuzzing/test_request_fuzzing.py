@@ -3,11 +3,13 @@
 The tests also check the report of a failure.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
 from tests.campaigns.registry import Options, suite
-from tests.campaigns.request_fuzzing import ENOUGH, run_blocks
+from tests.campaigns.request_fuzzing import run_blocks
 from tests.fuzzing.block import BLOCK, run_block
 from tests.fuzzing.draws import draw
 from tests.fuzzing.engines import CYCLE, ENGINES, PLAIN, ROOMY, engine_of
@@ -18,21 +20,24 @@ from tests.fuzzing.values import FLOAT, INT, PYTHON, STRANGE_THINGS, Value
 from tests.harness.world import quiet_log
 from tests.revived.request_bugs import REQUEST_BUGS
 
+# Twice each engine, and once the one that reads large tensors.
+FIRST_BLOCK, NUM_BLOCKS = CYCLE.index(ROOMY) - 21, 22
+
 
 @pytest.fixture(scope="module")
 def counts():
-    return run_blocks(0, ENOUGH["Q"] // BLOCK)
+    return run_blocks(FIRST_BLOCK, NUM_BLOCKS)
 
 
 def test_every_item_is_refused_or_run_as_the_oracle_says_and_nobody_else_notices(counts):
     assert not counts.failed, "\n".join(text for _, text in counts.failed[:3])
-    assert counts.requests == ENOUGH["Q"]
+    assert counts.requests == NUM_BLOCKS * BLOCK
 
 
 def test_there_was_something_of_everything(counts):
     assert counts.run > counts.requests // 4 and counts.tokens > counts.run
     assert counts.refused.keys() == {"INVALID_REQUEST", "DUPLICATE_REQUEST_ID", "TOO_LARGE_FOR_KV_CACHE", "QUEUE_FULL"}
-    assert min(counts.refused.values()) > 20 and counts.not_built > 1000 and counts.nobody > 250
+    assert min(counts.refused.values()) > 5 and counts.not_built > 400 and counts.nobody > 100
     assert 1 < counts.largest < 2.2, "some were as large as a request may be"
 
 
@@ -46,6 +51,11 @@ def test_a_number_is_one_request():
     assert len(STRANGE_THINGS) > 20
 
 
+@functools.cache
+def is_wrong(block: int) -> bool:
+    return bool(run_block(block).wrong)
+
+
 @pytest.mark.parametrize("bug", REQUEST_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_and_its_report_shows_the_request_and_the_command(bug, monkeypatch, capsys):
     with quiet_log():
@@ -53,7 +63,7 @@ def test_a_planted_bug_is_caught_and_its_report_shows_the_request_and_the_comman
             bug.plant(patch)
             block, wrong = next((block, outcome.wrong) for block in bug.blocks if (outcome := run_block(block)).wrong)
             text = report(block, wrong)
-        assert not run_block(block).wrong, "the same block is clean without it"
+        assert not is_wrong(block), "the same block is clean without it"
     number = next((number for number, _ in wrong if number is not None), block * BLOCK)
     assert f"python -m tests.fuzzing.replay {number}" in text and f"block {block}" in text
     assert wrong[0][0] is None or f"request {number}: a " in text

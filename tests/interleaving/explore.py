@@ -5,6 +5,7 @@ from a task that waits or has ended costs none. Schedules form a tree: each chil
 after the last decision that the parent changed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -64,13 +65,16 @@ def below(schedule: Schedule, decisions: list[Decision], preemptions: int) -> It
 
 
 def systematic(name: str, preemptions: int, wanted: Callable[[], bool] = lambda: True) -> Iterator[Run]:
-    """Run every schedule with at most `preemptions` preemptions, while `wanted()` returns True."""
-    waiting: list[tuple[Schedule, int]] = [({}, preemptions)]
-    while waiting and wanted():
-        schedule, left = waiting.pop()
-        done = run(name, schedule)
-        yield done
-        waiting += below(schedule, done.decisions, left)
+    """Run every schedule with at most `preemptions` preemptions, those with the fewest first, while `wanted()`."""
+    waiting: list[deque[Schedule]] = [deque() for _ in range(preemptions + 1)]    # by the preemptions left
+    waiting[preemptions].append({})
+    for left in range(preemptions, -1, -1):
+        while waiting[left] and wanted():
+            schedule = waiting[left].popleft()
+            done = run(name, schedule)
+            yield done
+            for child, left_of_child in below(schedule, done.decisions, left):
+                waiting[left_of_child].append(child)
 
 
 def at_random(name: str, first_seed: int, count: int) -> Iterator[Run]:

@@ -172,7 +172,7 @@ def shutdown_leaves_the_watchdog(patch) -> None:
 
 PLANTS: dict[str, Plant] = {plant.break_it.__name__: plant for plant in [
     Plant(nobody_takes_the_lock, "an_interrupt_comes_when_the_worker_has_started", 2),
-    Plant(woken_before_the_state_has_changed, "two_threads_abort", 2),
+    Plant(woken_before_the_state_has_changed, "two_threads_notify", 1),
     Plant(a_wait_forgets_that_it_was_woken, "a_notified_worker_fetches_at_once", 1),
     Plant(shutdown_does_not_wait_for_the_last_callback, "two_threads_drain", 1),
     Plant(the_end_is_announced_before_it_has_come, "one_drains_and_one_aborts"),
@@ -181,8 +181,7 @@ PLANTS: dict[str, Plant] = {plant.break_it.__name__: plant for plant in [
     Plant(the_worker_keeps_the_manager_alive, "another_thread_drops_the_last_reference"),
     Plant(the_worker_is_a_daemon, "the_interpreter_ends"),
     Plant(nobody_is_told_that_the_interpreter_ends, "the_interpreter_ends"),
-    Plant(the_list_of_workers_changes_while_it_is_read,
-          "the_interpreter_ends_with_a_manager_that_ends_by_itself/lines", 1),
+    Plant(the_list_of_workers_changes_while_it_is_read, "the_list_of_workers_is_read/lines", 1),
     Plant(a_worker_starts_when_nobody_will_tell_it_to_end,
           "the_interpreter_ends_while_another_thread_makes_a_manager", 0),
     Plant(a_request_on_its_way_from_the_queue_is_not_counted, "readers_count_requests/lines", 1),

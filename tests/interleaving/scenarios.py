@@ -314,6 +314,10 @@ def the_interpreter_ends_while_another_thread_shuts_down(world: InterleavedWorld
     world.interpreter_exit()
 
 
+SCENARIOS["the_list_of_workers_is_read/lines"] = Scenario(
+    the_interpreter_ends_while_another_thread_shuts_down, frozenset({weakref.__file__}))
+
+
 @scenario
 def the_interpreter_ends_with_a_manager_that_ends_by_itself(world: InterleavedWorld) -> None:
     world.terminate_req_id = 9

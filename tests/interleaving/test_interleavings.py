@@ -16,7 +16,7 @@ PREEMPTIONS = 1
 RANDOM_SCHEDULES = 5
 # These run in the campaign only.
 LARGE = {"one_of_two_managers_ends", "two_managers_end_each_other", "everybody_waits_for_the_terminate_request"}
-SECONDS_ON_REAL_THREADS = 5.0
+SECONDS_ON_REAL_THREADS = 2.0
 
 
 def names(*, lines: bool) -> list[str]:

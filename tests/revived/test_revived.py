@@ -19,7 +19,7 @@ from .bugs import BUGS, THREAD_BUGS, Bug
 from .interruption_bugs import INTERRUPTION_BUGS, sweep_with
 
 SEEDS = range(80)
-ITERATIONS = 200
+ITERATIONS = 100
 RATE = 0.1
 SECONDS_TO_LEAVE = 3.0
 

@@ -6,7 +6,7 @@ from tests.checkpoints.conftest import make_bench
 
 from .checkpoint_bugs import CHECKPOINT_BUGS
 
-SEEDS, PORTION = 6000, 50
+SEEDS, PORTION = 6000, 10
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,18 @@ import pytest
 
 from batch_manager.guard import Guard
 from batch_manager.loop.callbacks import GuardedCallbacks
-from tests.harness.small_process import in_a_small_process
+from tests.harness.small_process import small_process
 
 from .interrupted import Injected, Tracer, interrupted, sweep_rows, sweep_sample, sweep_where_items_move
 from .points import POINTS, scenarios_of
 from .points import sweep as sweep_point
 from .scenarios import SCENARIOS, Run
+
+
+@pytest.fixture(scope="module")
+def call():
+    with small_process() as call:
+        yield call
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -37,8 +43,8 @@ def test_a_point_that_fails_costs_nobody_an_answer(point):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_an_exception_anywhere_costs_nobody_an_answer(name):
-    places, tried, wrong = in_a_small_process(sweep_sample, name)
+def test_an_exception_anywhere_costs_nobody_an_answer(call, name):
+    places, tried, wrong = call(sweep_sample, name)
     assert tried > 10
     assert wrong == []
     struck, wrong = sweep_rows(name, places, 5, seed=0)
@@ -48,9 +54,9 @@ def test_an_exception_anywhere_costs_nobody_an_answer(name):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython looks for exceptions elsewhere from here on")
 @pytest.mark.parametrize("name", ["mixed", "generator"])
-def test_no_place_where_items_move_costs_anybody_an_answer(name):
+def test_no_place_where_items_move_costs_anybody_an_answer(call, name):
     """Each request gets one final response after an exception at any place of the files that move items."""
-    _, tried, wrong = in_a_small_process(sweep_where_items_move, name)
+    _, tried, wrong = call(sweep_where_items_move, name)
     assert tried > 450
     assert wrong == []
 
