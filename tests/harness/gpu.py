@@ -48,7 +48,8 @@ def rehearsal() -> Iterator[None]:
               {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
           mock.patch.object(table, "warm_up", lambda *given: None),
-          mock.patch.object(table, "difference_of_graphs", lambda *given, **more: None), mock.patch.object(shapes, "SMALL_ROWS", (4,)),
+          mock.patch.object(table, "difference_of_graphs", lambda *given, **more: None),
+          mock.patch.object(shapes, "SMALL_ROWS", (4,)),
           mock.patch.object(fused, "COMPARED_TOKENS", ())):
         yield
 
