@@ -71,7 +71,8 @@ def test_no_other_function_of_the_package_repeats_the_list():
     listed, found = {*names(EngineArguments), *names(Callbacks)}, set()
     package = Path(batch_manager.__file__).parent
     for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if sum(name in text for name in listed) >= 5 else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
             elif isinstance(node, ast.Call):

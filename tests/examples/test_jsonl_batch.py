@@ -40,7 +40,7 @@ def write(folder, rows):
         (row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
-ROWS = [{"id": f"row-{number}", "prompt": f"Emma had {number} sisters and", "max_tokens": 40} for number in range(24)]
+ROWS = [{"id": f"row-{number}", "prompt": f"Emma had {number} sisters and", "max_tokens": 40} for number in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory):
     write(folder, ROWS)
     done = run(folder)
     assert done.returncode == 0, done.stderr
-    assert "24 now; 0 are left" in done.stderr
+    assert "16 now; 0 are left" in done.stderr
     return {line["id"]: line for line in lines(folder)}
 
 
@@ -82,13 +82,13 @@ def test_a_run_that_ends_early_is_gone_on_with(tmp_path, undisturbed, number):
         assert process.returncode in ((-signal.SIGKILL,) if number == signal.SIGKILL else (0, 1)), errors
     before = lines(tmp_path)
     with (tmp_path / "out.jsonl").open("ab") as output:
-        output.write(b'{"id": "row-23", "te')             # as a kill in the middle of a write leaves it
+        output.write(b'{"id": "row-15", "te')             # as a kill in the middle of a write leaves it
     assert run(tmp_path).returncode == 0
     after = lines(tmp_path)
     assert after[: len(before)] == before and len(after) == len(ROWS)
     assert {line["id"]: line for line in after} == undisturbed
     again = run(tmp_path)
-    assert again.returncode == 0 and "24 lines were answered before, 0 now" in again.stderr
+    assert again.returncode == 0 and "16 lines were answered before, 0 now" in again.stderr
 
 
 def test_bad_lines_cost_themselves_only(tmp_path):
