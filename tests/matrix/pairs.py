@@ -144,9 +144,9 @@ PAGE = """\
 
 Each feature with each other, {pairs} pairs. [A test](../tests/matrix/test_matrix.py) runs every pair, on the scripted
 model and on small models of Llama and Gemma 3; those with the disk cache, another engine, quantised weights, an FP8
-cache or several ranks, on Llama. Blocks of prompts from disk or another engine meet features of scheduling on the
-scripted model alone. Ranks are 2 and 4 processes. This page is printed from its table. A cell is a pair, or a feature
-alone.
+cache or several ranks, on Llama. With Gemma 3, the campaign alone runs the pairs with run-ahead, grammars and adapters.
+Blocks of prompts from disk or another engine meet features of scheduling on the scripted model alone. Ranks are 2 and 4
+processes. This page is printed from its table. A cell is a pair, or a feature alone.
 
 {marks}
 
