@@ -10,6 +10,8 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from unittest import mock
 
 import pytest
 
@@ -17,7 +19,8 @@ from batch_manager.testing.scripted_backend import ScriptedBackend
 from tests.parallel import rank_program
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([rank_program.__name__])
+SERVER = forkserver.ForkServer()              # ranks are without torch, which the server of conftest.py has
+SERVER.set_forkserver_preload([rank_program.__name__])
 TIMEOUT_S = 1.5      # rank_timeout_s of the engines
 
 
@@ -93,10 +96,12 @@ class Engine:
 @pytest.fixture(scope="module", autouse=True)
 def server_of_forks():
     """Start the server that forks the ranks before the check for open files of the first test."""
-    process = PROCESSES.Process(target=int)
-    process.start()
-    process.join(60)
-    process.close()
+    with mock.patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
+        process = PROCESSES.Process(target=int)
+        process.start()
+        process.join(60)
+        process.close()
+        yield
 
 
 @pytest.fixture
