@@ -135,13 +135,13 @@ def interrupt_everywhere(session: Session) -> str:
     return f"{in_constructor} of 5 constructors, generate and close interrupted, prompt back after {slowest:.2f} s"
 
 
-def ten_engines(session: Session, is_closed: bool) -> str:
-    """Run a cell that makes an engine ten times. Returns a line with the results.
+def engines_again(session: Session, is_closed: bool, count: int = 10) -> str:
+    """Run a cell that makes an engine `count` times, after three times. Returns a line with the results.
 
     If `is_closed` is True, the cell closes its engine. Otherwise, each run replaces the variable of the last engine.
     Raises AssertionError if threads, files or memory are left.
     """
-    for number in range(13):                 # the allocator keeps the memory of the first three
+    for number in range(3 + count):               # the allocator keeps the memory of the first three
         if number == 3:
             if not is_closed:
                 session.run("llm = None; n = gc.collect(); time.sleep(0.2)")
@@ -158,7 +158,7 @@ def ten_engines(session: Session, is_closed: bool) -> str:
     after = session.numbers_like(before)
     assert after[:2] == before[:2], (before, after)
     assert after[2] - before[2] <= MORE_MEMORY_MIB, (before, after)
-    return f"ten engines {'closed' if is_closed else 'in a cell run again'}: {after[2] - before[2]:+} MiB, " \
+    return f"{count} engines {'closed' if is_closed else 'in a cell run again'}: {after[2] - before[2]:+} MiB, " \
            "threads and files as before"
 
 
@@ -175,7 +175,7 @@ def main() -> int:
         print("the notebook ran:", len(run_notebook(Path(folder))), "characters printed")
     for _ in range(given.repeat):
         session = Session()
-        print(interrupt_everywhere(session), ten_engines(session, True), ten_engines(session, False), sep="; ")
+        print(interrupt_everywhere(session), engines_again(session, True), engines_again(session, False), sep="; ")
         session.close()
     return 0
 

@@ -28,6 +28,6 @@ def test_interrupts_and_a_cell_run_again(notebooks):
     session = notebooks.Session()
     try:
         notebooks.interrupt_everywhere(session)
-        notebooks.ten_engines(session, is_closed=False)
+        notebooks.engines_again(session, is_closed=False, count=6)
     finally:
         session.close()

@@ -453,7 +453,7 @@ def test_sigterm_refuses_requests_and_a_second_signal_ends_running_ones_at_once(
 
 
 def test_sigterm_drains_with_a_limit(folder, tmp_path):
-    draining = Server(folder, tmp_path / "log", "--drain-seconds", "2")
+    draining = Server(folder, tmp_path / "log", "--drain-seconds", "1")
     try:
         async def test():
             async with httpx.AsyncClient(base_url=draining.url, timeout=60) as client:
@@ -537,7 +537,7 @@ def test_more_connections_than_open_files_write_a_few_lines(folder, tmp_path):
         while "out of system resource" not in server.log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        time.sleep(2.5)                                              # asyncio accepts again every second
+        time.sleep(1.2)                                              # asyncio accepts again every second
         for each in others:
             each.close()
         server.until(0, 20)
