@@ -1,6 +1,6 @@
 """A pytest plugin: prints the skipped tests by reason, and fails a run in which a check is silently absent.
 
-    pytest -q -n 2 --no-unexpected-skips
+    pytest -q -n 3 --no-unexpected-skips
 
 With the option, the exit status is 1 if a test was skipped for a reason that is not in EXPECTED. `.ci/run` gives it,
 after it has installed the programs that tests need. Without it, a run prints the reasons and what to install.
