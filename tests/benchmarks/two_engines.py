@@ -81,8 +81,10 @@ class Engines:
         return took
 
     async def gaps_s(self, prompt: list[int], count: int) -> list[float]:
-        """Generate `count` tokens. Returns the seconds before each token but the first."""
-        times = [perf_counter() async for _ in self.second.stream({"input_ids": prompt, "request_output_len": count})]
+        """Generate `count` tokens. Returns the seconds before each token but the first; tokens may come together."""
+        times: list[float] = []
+        async for delta in self.second.stream({"input_ids": prompt, "request_output_len": count}):
+            times += [perf_counter()] * len(delta.tokens)
         return [after - before for before, after in zip(times, times[1:])]
 
     async def close(self) -> None:

@@ -16,7 +16,8 @@ def test_each_setting_is_measured(capsys):
     results = json.loads(record)["results"]
     assert [row["setting"] for row in results] == [*SETTINGS] and len(lines) == 2 + len(SETTINGS)
     for row in results:
-        assert row["prompts"] == 2 and row["between_ms"].keys() == row["first_ms"].keys() == PERCENTILES.keys()
+        assert row["tokens"] == 2 * 19 and row["prompts"] == 2
+        assert row["between_ms"].keys() == row["first_ms"].keys() == PERCENTILES.keys()
         assert list(row["between_ms"].values()) == sorted(row["between_ms"].values())
     blocks_of_a_prompt, bytes_of_a_block = 2, 2 * 2 * 64 * 2 * 16 * 4          # layers, keys and values, heads
     assert results[-1]["bytes_of_a_prompt"] == blocks_of_a_prompt * bytes_of_a_block and not results[-1]["fallbacks"]
