@@ -208,7 +208,7 @@ def can_be_called_with(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def returns_before_it_runs(callback: Callable[..., Any] | None, *, may_yield: bool) -> bool:
+def returns_before_it_runs(callback: Callable[..., Any], *, may_yield: bool) -> bool:
     """Whether a call of `callback` only creates a coroutine or a generator, which other code has to run.
 
     may_yield   whether the engine iterates over the result of a call. If it does, the engine runs a generator

@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from .warm_up import without_warm_up
+
 IS_REHEARSAL = os.environ.get("BATCH_MANAGER_GPU_REHEARSAL") == "1"
 GPU = "cpu" if IS_REHEARSAL else "cuda"              # the name of the device
 REASON = "needs a CUDA device"
@@ -38,17 +40,15 @@ def in_torch() -> Iterator[None]:
 def rehearsal() -> Iterator[None]:
     """Context manager: engines with cuda_graphs=True capture graphs on the CPU too, and none has a warm-up."""
     from batch_manager.runtime import build_backend
-    from batch_manager.runtime.forms import table
     from batch_manager.runtime.forms.fixed import fused, shapes
     from tests.runtime.capture_recorder import ReplayedGraph
 
     wanted, defaults = build_backend.wanted_forms, build_backend.build_native_backend.__kwdefaults__
     slow = {"graph": "each capture takes a second here"}
-    with (mock.patch.object(build_backend, "wanted_forms", lambda asked: wanted(asked) | (
+    with (without_warm_up(compares_graphs=False),
+          mock.patch.object(build_backend, "wanted_forms", lambda asked: wanted(asked) | (
               {} if asked.params.cuda_graphs else slow)),
           mock.patch.dict(defaults, {"graph": ReplayedGraph}),
-          mock.patch.object(table, "warm_up", lambda *given: None),
-          mock.patch.object(table, "difference_of_graphs", lambda *given, **more: None),
           mock.patch.object(shapes, "SMALL_ROWS", (4,)),
           mock.patch.object(fused, "COMPARED_TOKENS", ())):
         yield

@@ -16,10 +16,10 @@ from unittest import mock
 
 from batch_manager import InferenceRequest, KvCacheConfig, SchedulerPolicy, TrtGptModelType
 from batch_manager.attention import triton_paged
-from batch_manager.runtime.forms import table
 from batch_manager.triton_kernels import context_work_list
 from tests.deterministic.differential import CONFIGS, make_checkpoint
 from tests.harness.client import Client
+from tests.harness.warm_up import without_warm_up
 from tests.harness.world import build_world
 
 VOCAB, MOST_ITERATIONS = 60, 200
@@ -126,7 +126,7 @@ def run(folder, mode, device="cpu", **more):
                        **{name: options.pop(name) for name in kv_names if name in options})
     static = options.get("model_type") is TrtGptModelType.V1
     has_warm_up = mode in WARMED_UP or device != "cpu"
-    no_warm_up = contextlib.nullcontext() if has_warm_up else mock.patch.object(table, "warm_up")
+    no_warm_up = contextlib.nullcontext() if has_warm_up else without_warm_up()
     with (no_warm_up, mock.patch.object(context_work_list, "MIN_KEYS_PER_PART", KEYS_PER_PART),
           mock.patch.object(triton_paged, "FIXED_PART_KEYS", 16)):
         world = build_world(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from tests.harness.adapters import random_content, tensors_of
 from tests.harness.client import ArrivingClient
 from tests.harness.drafters import KnowingDrafter
 from tests.harness.store_threads import HeldThreads
+from tests.harness.warm_up import without_warm_up
 from tests.harness.world import engine_arguments, make_loop
 
 from .features import FEATURES
@@ -265,13 +265,6 @@ class Engines:
                 outcomes[ask.id] = outcome_of(client.responses[ask.id], ask)
         run.outcomes = outcomes
         return run
-
-
-def without_warm_up() -> contextlib.AbstractContextManager[Any]:
-    """Context manager: engines are made without a warm-up, which is a third of the time that making one takes."""
-    from batch_manager.runtime.forms import table
-
-    return mock.patch.object(table, "warm_up")
 
 
 @contextlib.contextmanager

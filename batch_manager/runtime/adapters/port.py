@@ -101,7 +101,7 @@ class LoraPort:
         rows = torch.cat([start + torch.arange(whole, dtype=torch.int64, device="cpu")[_slice(part)]
                           for start, (_, whole, parts) in zip(starts, stored) for part in parts])
         if row_order is not None:
-            rows = rows[row_order]
+            rows = rows[row_order.cpu()]
         whole_sizes = [whole for _, whole, _ in stored]
         if len(whole_sizes) < len(outputs):                # one tensor with several modules of one size
             whole_sizes = [whole_sizes[0] // len(outputs)] * len(outputs)

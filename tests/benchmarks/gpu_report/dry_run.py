@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+from tests.harness.warm_up import without_warm_up
+
 INTERPRET = "TRITON_INTERPRET"
 
 
@@ -42,16 +44,13 @@ def dry_graphs() -> Iterator[None]:
     An engine has no warm-up, and does not compare its graphs with launches, which takes most of the time.
     """
     from batch_manager.runtime import build_backend
-    from batch_manager.runtime.forms import table
 
     before = _, build = build_backend.mixed_sizes, build_backend.build_native_backend
-    in_table = table.warm_up, table.difference_of_graphs
-    table.warm_up, table.difference_of_graphs = lambda *_: None, lambda *_, **__: None
     build_backend.mixed_sizes = lambda *_: frozenset()
     build_backend.build_native_backend = lambda path, params, **more: build(
         path, params, **more, **({"graph": DryGraph} if params.cuda_graphs else {}))
     try:
-        yield
+        with without_warm_up(compares_graphs=False):
+            yield
     finally:
         build_backend.mixed_sizes, build_backend.build_native_backend = before
-        table.warm_up, table.difference_of_graphs = in_table
